@@ -19,10 +19,9 @@ from jax_kvblock.attention.options import PrecisionLike
 from jax_kvblock.attention.precision import resolve
 from jax_kvblock.core.checks import (
     as_array,
-    check_array,
     check_dtype,
+    check_random_key,
     show,
-    to_jax,
 )
 from jax_kvblock.core.types import ArrayIn
 
@@ -156,11 +155,6 @@ def _rate(rate: Any, broadcast: Any, deterministic: Any) -> float:
     return rate
 
 
-# How jax.random takes raw keys of so many words. Which of them it is makes no
-# difference: their words count.
-_KINDS_OF_KEY = {(2,): "threefry2x32", (4,): "rbg"}
-
-
 def _key(rng: Any) -> jax.Array:
     """The key of jax.random, typed."""
     if rng is None:
@@ -169,17 +163,8 @@ def _key(rng: Any) -> jax.Array:
             "None; pass a key of jax.random (layers take it from rngs=nnx.Rngs(0)), or "
             "deterministic=True"
         )
-    must = f"{_WHERE}: dropout_rng must be a key, got"
     fix = "pass jax.random.key(seed), or what rngs.dropout() gives"
-    # By its class: nnx.Rngs has attributes of any name.
-    if not (isinstance(rng, jax.Array) or hasattr(type(rng), "dtype")):
-        raise TypeError(f"{must} {type(rng).__name__}; {fix}")
-    key = check_array(_WHERE, "dropout_rng", rng)
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
-        return key
-    if key.dtype != jnp.uint32 or key.shape not in _KINDS_OF_KEY:
-        raise TypeError(f"{must} {show(key)}; {fix}")
-    return jax.random.wrap_key_data(to_jax(key), impl=_KINDS_OF_KEY[key.shape])
+    return check_random_key(_WHERE, "dropout_rng", rng, fix)
 
 
 def _one_batch(name: str, x: Any, dims: tuple[int, ...]) -> Any:

@@ -172,13 +172,14 @@ def _checked(caches: Any) -> dict[str, Any]:
     """Caches, or functions, by their places."""
     from jax_kvblock.cache.prefix import PrefixCache
 
-    given = caches.values() if isinstance(caches, Mapping) else [caches]
+    named = isinstance(caches, Mapping)
+    given = caches.values() if named else [caches]
     wrong = [x for x in given if not callable(x) and not isinstance(x, PrefixCache)]
-    if wrong or not isinstance(caches, Mapping):
+    if wrong or not named:
+        got = wrong[0] if wrong else caches
         raise TypeError(
             "CacheCollector: caches must be a PrefixCache, or a function that returns "
-            f"CacheStats, by the name of each place, got {[*wrong, caches][0]!r}; "
-            "pass "
+            f"CacheStats, by the name of each place, got {got!r}; pass "
             "{'device': cache}"
         )
     return dict(caches)

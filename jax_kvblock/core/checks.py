@@ -367,6 +367,26 @@ def check_positive(where: str, **values: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+# How jax.random takes raw keys of so many words. Which of them it is makes no
+# difference: their words count.
+_KINDS_OF_KEY = {(2,): "threefry2x32", (4,): "rbg"}
+
+
+def check_random_key(where: str, name: str, key: Any, fix: str) -> jax.Array:
+    """One key of jax.random, typed."""
+    must = f"{where}: {name} must be a key of jax.random, got"
+    # By its class: nnx.Rngs has attributes of any name.
+    if not (isinstance(key, jax.Array) or hasattr(type(key), "dtype")):
+        raise TypeError(f"{must} {type(key).__name__}; {fix}")
+    array = check_array(where, name, key)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) and array.ndim == 0:
+        typed: jax.Array = array
+        return typed
+    if array.dtype != jnp.uint32 or array.shape not in _KINDS_OF_KEY:
+        raise TypeError(f"{must} {show(array)}; {fix}")
+    return jax.random.wrap_key_data(to_jax(array), impl=_KINDS_OF_KEY[array.shape])
+
+
 def check_heads(where: str, heads: Any, num_kv_heads: int) -> tuple[int, int]:
     """The head range as (start, stop), the whole range for None."""
     if heads is None:

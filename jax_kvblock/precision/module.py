@@ -195,9 +195,9 @@ def create_ultra_precision_module(
     check_finite(where, params, weights)
     based = in_base(where, params, weights, config.base_precision)
     budget = budget_of(params, config)
-    _check_reduction(where, params, based, weights, budget, config)
+    uniform = _fitting(where, params, based, weights, budget, config)
     if strategy is AllocationStrategy.UNIFORM:
-        plan = _most_bits(based, weights, budget, config)
+        plan = uniform[-1]
     else:
         found = _sensitivity(params, weights, config, loss, batches)
         plan = allocate(where, based, found, budget)
@@ -369,22 +369,27 @@ def _sensitivity(
     return measure(loss, params, batches, weights, among, **shared)
 
 
-def _check_reduction(
+def _fitting(
     where: str,
     params: Any,
     based: Any,
     weights: tuple[Weight, ...],
     budget: int,
     config: PrecisionConfig,
-) -> None:
-    """Whether the formats of fewest bits take as few bytes as the config wants."""
+) -> list[PrecisionPlan]:
+    """The plans of one format that take as few bytes as the config wants, most last.
+
+    Raises:
+      ValueError: there is none.
+    """
     rest = sum(bytes_of(leaf) for leaf in other_leaves(based, weights))
     size = config.group_size
-    least = rest + min(
-        uniform_plan(weights, one, group_size=size).nbytes for one in config.formats
-    )
-    if least <= budget:
-        return
+    plans = [uniform_plan(weights, one, group_size=size) for one in config.formats]
+    plans.sort(key=lambda plan: plan.nbytes)
+    fitting = [plan for plan in plans if plan.nbytes + rest <= budget]
+    if fitting:
+        return fitting
+    least = plans[0].nbytes + rest
     whole = base_bytes_of(params, config.base_precision)
     most = max(0, math.floor((1 - least / whole) * 1e4))
     while most and int((1 - most / 1e4) * whole) < least:
@@ -396,16 +401,3 @@ def _check_reduction(
         f"{config.target_memory_reduction}; ask for less, or allow formats of fewer "
         "bits"
     )
-
-
-def _most_bits(
-    params: Any,
-    weights: tuple[Weight, ...],
-    budget: int,
-    config: PrecisionConfig,
-) -> PrecisionPlan:
-    rest = sum(bytes_of(leaf) for leaf in other_leaves(params, weights))
-    size = config.group_size
-    plans = [uniform_plan(weights, one, group_size=size) for one in config.formats]
-    plans.sort(key=lambda plan: plan.nbytes)
-    return [plan for plan in plans if plan.nbytes + rest <= budget][-1]

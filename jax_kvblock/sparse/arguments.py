@@ -15,8 +15,8 @@ from jax_kvblock.core.checks import (
     as_int,
     check_array,
     check_int32,
+    check_random_key,
     show,
-    shown,
     to_jax,
 )
 from jax_kvblock.core.spmd import reshard
@@ -73,16 +73,8 @@ def key_of(where: str, key: Any) -> jax.Array:
     """A key of jax.random, that of 0 unless given."""
     if key is None:
         return jax.random.key(0)
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if (typed and shape == ()) or (dtype == jnp.uint32 and shape in ((2,), (4,))):
-        made: jax.Array = key
-        return made
-    got = shown(key) if dtype is None else show(key)
-    raise TypeError(
-        f"{where}: key must be a key of jax.random, got {got}; pass jax.random.key(0), "
-        "or one of those that jax.random.split gives"
-    )
+    fix = "pass jax.random.key(0), or one of those that jax.random.split gives"
+    return check_random_key(where, "key", key, fix)
 
 
 def check_blocks(where: str, block_q: Any, block_kv: Any) -> None:

@@ -1,4 +1,5 @@
-"""Which stores a tiered cache takes, and what comes of one that answers wrongly."""
+"""Which stores a tiered cache takes, how they are asked, and what comes of one that
+fails, loses blocks or answers wrongly."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_tiers import SIZE, Setup
+from small_tiers import SIZE, Setup, states
 from tier_stores import MemoryStore
 
 from jax_kvblock import BlockManager, BlockSpec, KVPool, PrefixCache
@@ -58,6 +59,99 @@ def test_a_store_that_is_only_read_needs_no_put() -> None:
     one = Setup(store=Read())
     one.only_below(range(13))
     assert one.tiers.lookup(range(13)) == {"device": 0, "host": 12, "store": 0}
+    one.tiers.close()
+
+
+# ---- what they say, and what comes of it ----
+
+
+def test_a_store_is_asked_once_for_a_sequence() -> None:
+    class Counting(MemoryStore):
+        asked = 0
+
+        def has(self, keys):
+            self.asked += 1
+            return super().has(keys)
+
+    store = Counting()
+    one = Setup(store=store)
+    one.only_below(range(25))
+    one.tiers.below.host.books.forget_idle()
+    store.asked = 0
+    assert one.tiers.lookup(range(25))["store"] == 24 and store.asked == 1
+    table, ticket = one.tiers.open(range(25))
+    ticket.wait()
+    assert store.asked == 2 and table.match() == 24
+    one.holds(table)
+    one.tiers.close()
+
+
+def test_a_store_that_fails_loses_nothing_of_the_host() -> None:
+    store = MemoryStore()
+    one = Setup(store=store)
+    store.broken = OSError("disk full")
+    table = one.computed(range(13))
+    one.tiers.offload(table).wait()
+    one.tiers.drain()
+    assert one.tiers.stats()["store"]["failed"] == 3 and not store.blocks
+    assert one.tiers.store_error is store.broken
+    table.free()
+    one.cache.clear()
+    table, ticket = one.tiers.open(range(13))
+    ticket.wait()
+    assert table.match() == 12
+    one.holds(table)
+    one.tiers.close()
+
+
+def test_what_a_store_cannot_read_is_a_miss() -> None:
+    store = MemoryStore()
+    one = Setup(store=store, host_blocks=4)
+    one.only_below(range(13))
+    one.tiers.below.host.books.forget_idle()
+    store.broken = OSError("disk gone")
+    table, ticket = one.tiers.open(range(13))
+    ticket.wait()
+    assert ticket.num_missing == 3 and ticket.exception is None
+    assert table.match() == 0 and states(one) == (0, 0)
+    assert one.tiers.store_error is store.broken
+    stats = one.tiers.stats()["store"]
+    assert stats["failed"] == stats["lost"] == 3 and stats["blocks_out"] == 0
+    with pytest.raises(KeyError, match="3 of 3 blocks are not below any more"):
+        one.tiers.onboard(table, by_layer=True).wait()
+    store.broken = None
+    ticket = one.tiers.onboard(table)
+    ticket.wait()
+    assert table.match() == 12
+    one.holds(table)
+    one.tiers.close()
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 5, 8])
+def test_a_block_that_was_lost_meanwhile_is_a_miss(by_layer: bool, place: int) -> None:
+    """What lies before it comes; programs of layers count on all, and are told."""
+    store = MemoryStore()
+    one = Setup(store=store)
+    one.only_below(range(37))
+    one.tiers.below.host.books.forget_idle()
+    store.gate.clear()
+    table, ticket = one.tiers.open(range(37), by_layer=by_layer)
+    store.blocks.pop(one.cache.namespace.keys(range(37))[place])
+    store.gate.set()
+    came = place
+    if by_layer:
+        with pytest.raises(KeyError, match=r"1 of . blocks? are not below any more"):
+            ticket.wait()
+        came = 0
+    else:
+        ticket.wait()
+        assert ticket.num_missing == 9 - place and ticket.exception is None
+        assert one.tiers.stats()["store"]["lost"] == 1
+    assert table.match() == came * SIZE and states(one)[0] == came
+    one.holds(table)
+    one.tiers.below.up.submit(lambda: None).result()  # what was under way has ended
+    assert one.tiers.stats()["host"]["held"] == 0 and ticket.done
     one.tiers.close()
 
 

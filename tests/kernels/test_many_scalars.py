@@ -72,6 +72,13 @@ def call(scalars, block, **options):
     )
 
 
+# The emulator has blocks of one dimension.
+OF_THREE_AXES = [
+    pytest.param("fallback", marks=pytest.mark.host),
+    pytest.param("gpu", marks=pytest.mark.gpu),
+]
+
+
 @pytest.fixture
 def where(everywhere, request, tmp_path_factory):
     if everywhere == "emulator":
@@ -81,10 +88,18 @@ def where(everywhere, request, tmp_path_factory):
 
 
 # Of fewer threads than a warp, of one that is not full, and of more.
-@pytest.mark.parametrize("block", [1, 7, 32, 33, 256, (5, 3, 2), (4, 4, 4)])
+@pytest.mark.parametrize("block", [1, 7, 32, 33, 256])
 def test_all_arrive(where, block):
-    if where == "emulator" and not isinstance(block, int):
-        pytest.skip("the emulator has blocks of one dimension")
+    assert_all_arrive(block)
+
+
+@pytest.mark.parametrize("block", [(5, 3, 2), (4, 4, 4)])
+@pytest.mark.parametrize("everywhere", OF_THREE_AXES, indirect=True)
+def test_all_arrive_in_blocks_of_three_axes(everywhere, block):
+    assert_all_arrive(block)
+
+
+def assert_all_arrive(block):
     run, compiles = jax.jit(lambda *scalars: call(scalars, block)), 0
     for draw in range(3):
         values = values_of(draw)

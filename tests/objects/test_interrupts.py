@@ -365,12 +365,10 @@ def test_threads_that_only_threading_takes_for_the_main_one_may_update(
     assert errors == [] and np.asarray(manager.pool.data).all()
 
 
+@pytest.mark.cpu  # on a GPU the program fails behind the call
 def test_an_interrupt_that_comes_with_an_error_stays_an_interrupt(
     manager: kv.BlockManager, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if jax.default_backend() != "cpu":
-        pytest.skip("on a GPU the program fails behind the call")
-
     def fail(_: Any) -> Any:
         raise_in_the_main_thread(signal.SIGINT)
         raise ArithmeticError("no more")

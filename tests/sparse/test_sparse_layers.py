@@ -217,7 +217,7 @@ BAD = {
         "d_model|a multiple of 8 up to 256, got 60 for 4 heads, of 15 each",
     ),
     "large head dim": (make(2048, 4), WHERE, ValueError, "up to 256|of 512 each"),
-    "key": (make(key=3), WHERE, TypeError, "a key of jax.random, got 3|key(0)"),
+    "key": (make(key=3), WHERE, TypeError, "a key of jax.random, got int|key(0)"),
     "key of a gate": (
         lambda: init_gate(4, 2, 16, key=jnp.zeros(3)),
         "init_gate",
