@@ -210,7 +210,8 @@ for label, value, got in (
     ("a stream", nnx.Rngs(0), "Rngs"),
 ):
     bad = option(attention_fn, dropout_rate=0.1, dropout_rng=value)
-    words = f"dropout_rng must be a key of jax.random, got {got}|jax.random.key(seed)|rngs.dropout()"
+    words = f"dropout_rng must be a key of jax.random, got {got}|"
+    words += "jax.random.key(seed)|rngs.dropout()"
     ROWS.kind(W, f"dropout_rng is {label}", bad, SAME, words)
 ROWS.kind(W, "dtype", option(attention_fn, dtype="floaty"), SAME,
           "dtype must be a dtype|jnp.bfloat16|got 'floaty'")  # fmt: skip
