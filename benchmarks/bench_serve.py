@@ -18,6 +18,9 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
   takes before the first copy begins, and between the last part's write into the pool
   and the step; and pauses to collect garbage. As in a server, the collector leaves
   alone what was there before.
+
+`--cases` picks by name: "steps" of decoding, always; "other steps" in a program; "by
+XLA"; the "host"'s part; the "prefix".
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import re
 import statistics
 import sys
 import time
@@ -118,14 +122,18 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     rates = {
         (at, OURS): _decode(at, of, model, results, OURS) for at, of in cases.items()
     }
-    for steps in OTHER_STEPS if common.on_gpu() else OTHER_STEPS[:1]:
+    asked = functools.partial(re.search, options.cases)
+    others = OTHER_STEPS if common.on_gpu() else OTHER_STEPS[:1]
+    for steps in others if asked("other steps") else ():
         if 2 * steps < case.steps:  # else no program has all of its steps
             seconds = _step_seconds(case, model, steps)[0]
             at = f"{name} / a step of decoding, {steps} in a program"
             results.add(at, OURS, "time", seconds * 1e3, "ms")
-    _host(name, case, model, results)
-    _prefix(case, model, results)
-    for at, of in cases.items() if common.on_gpu() else ():
+    if asked("host"):
+        _host(name, case, model, results)
+    if asked("prefix"):
+        _prefix(case, model, results)
+    for at, of in cases.items() if common.on_gpu() and asked("by XLA") else ():
         rates[at, BY_XLA] = _decode(at, of, model, results, BY_XLA)
     ceilings.add_device_copy(results, options.quick, "after")
     # In units of copies: read + write counted, of which a step has the reading alone.

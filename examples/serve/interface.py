@@ -23,7 +23,7 @@ from collections.abc import (
 )
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypedDict
+from typing import Literal, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
@@ -122,8 +122,7 @@ def _check_range(name: str, value: float, low: float, high: float = math.inf) ->
         raise ValueError(f"Request: {name} must be in [{low}, {high}], got {value}")
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A token of a stream; the last event has a `finish_reason`.
 
     Attributes:

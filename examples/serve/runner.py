@@ -76,7 +76,8 @@ class Runner:
 
         Returns:
             The parts behind which a token comes, each with its first output, and the
-            token behind each output, of each step if parts have several.
+            token behind each output, of each step if parts have several. These are
+            copied to the host as soon as they are there.
         """
         num_rows = sum(part.num_rows for part in parts)
         greedy = all(part.sequence.request.temperature == 0 for part in parts)
@@ -105,7 +106,7 @@ class Runner:
         self._buffers = {s.size: self._zeros(s.size) for s in self._shapes}
 
     def _call(self, batch: Batch) -> jax.Array:
-        """Returns the tokens of all steps of the batch."""
+        """Returns the tokens of all steps of the batch, on their way to the host."""
         size = batch.shape.size
         with jax.transfer_guard_host_to_device("allow"):  # it is meant to be one
             self._last, self._buffers[size] = _moved_to(
@@ -119,7 +120,10 @@ class Runner:
             shape=batch.shape,
             static_argnames="shape",
         )
-        return of_steps[0] if of_steps else self._tokens
+        tokens = of_steps[0] if of_steps else self._tokens
+        # Begun when they are asked for, the copy would take longer than a short step.
+        tokens.copy_to_host_async()
+        return tokens
 
     def _zeros(self, size: int) -> jax.Array:
         # On the pool's device for good, as what a step returns: else the first step of

@@ -49,10 +49,13 @@ class Sequence:
     admitted: bool = False  # once, whatever happened since
     began: float = field(default_factory=time.monotonic)
     sought: frozenset[bytes] | None = None  # keys of its blocks, once it was asked
+    # Asked for many times in a step, so not properties.
+    request: Request = field(init=False)
+    num_prompt: int = field(init=False)
 
-    @property
-    def request(self) -> Request:
-        return self.stream.request
+    def __post_init__(self) -> None:
+        self.request = self.stream.request
+        self.num_prompt = len(self.request.prompt)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -66,7 +69,7 @@ class Sequence:
     @property
     def num_new(self) -> int:
         """New tokens, those among them that nobody has read."""
-        return len(self.tokens) + self.num_unread - len(self.request.prompt)
+        return len(self.tokens) + self.num_unread - self.num_prompt
 
     @property
     def num_left(self) -> int:
@@ -80,8 +83,7 @@ class Sequence:
 
     def deliver(self, new: list[int]) -> list[int]:
         """Hand out tokens that come next; returns those up to the text's end."""
-        left = self.request.max_new_tokens
-        left -= len(self.tokens) - len(self.request.prompt)
+        left = self.request.max_new_tokens + self.num_prompt - len(self.tokens)
         plain = not self.request.stop and self.ends.isdisjoint(new)
         if plain and 1 < len(new) < left:
             texts = self.text.push_together(new)

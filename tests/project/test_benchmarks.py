@@ -359,6 +359,14 @@ def test_a_small_server(tmp_path: Path) -> None:
     assert ratio == near(by_host / computed)
 
 
+def test_parts_of_a_small_server(tmp_path: Path) -> None:
+    rows = small(tmp_path, "serve", "--cases", "by XLA")["rows"]
+    assert {row["case"].partition(" / ")[2] for row in rows} == {
+        "a step of decoding",
+        "device copy",
+    }
+
+
 def test_small_blocks_on_disk(tmp_path: Path) -> None:
     document = small(tmp_path, "disk")
     rows = {

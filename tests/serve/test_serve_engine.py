@@ -520,6 +520,32 @@ def test_programs_of_several_steps_are_called_where_all_decode(
     engine.stop()
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_tokens_are_copied_to_the_host_before_they_are_read(
+    steps: int,
+    tiny: tuple[TinyModel, LoadedModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy begins with its step, not when the host wants the tokens."""
+    engine = Engine(tiny[1], num_blocks=64, block_size=8, decode_steps=steps)
+    asked: list[jax.Array] = []
+    array = type(jnp.zeros(1))
+    copy = array.copy_to_host_async
+
+    def noted(self: jax.Array) -> None:
+        asked.append(self)
+        copy(self)
+
+    monkeypatch.setattr(array, "copy_to_host_async", noted)
+    stream = ask(engine, prompts()[1], 9)
+    while stream.finish_reason is None:
+        engine.step()
+        for flight in engine._flights:
+            assert any(flight.tokens is tokens for tokens in asked)
+    assert len(asked) >= 1 + 8 // steps
+    engine.stop()
+
+
 def test_a_text_ends_within_a_program(
     tiny: tuple[TinyModel, LoadedModel], greedy: Greedy
 ) -> None:
