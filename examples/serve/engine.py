@@ -471,7 +471,7 @@ class Engine:
         outputs, tokens = self._runner.dispatch(parts)
         self._counts.steps += max(part.steps for part in parts)
         for part in parts:
-            part.sequence.num_cached += part.count + part.steps - 1
+            part.sequence.num_cached += part.num_tokens + part.steps - 1
         self._publish([part.sequence for part in parts])
         for part, output in outputs:
             part.sequence.num_unread += part.steps
@@ -494,7 +494,7 @@ class Engine:
                 new = draft.accept([token for (token,) in after])
                 sequence.lookup.learn(len(new) - 1)
                 self._counts.drafted_tokens += len(draft)
-            if len(sequence.tokens) == len(sequence.request.prompt):
+            if len(sequence.tokens) == sequence.num_prompt:
                 self._counts.first_tokens += 1
                 self._counts.seconds_to_first += now - sequence.began
             new = sequence.deliver(new)

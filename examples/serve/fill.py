@@ -24,7 +24,7 @@ def fill(batch: Batch, parts: list[Part]) -> list[tuple[Part, int]]:
     feed: list[int] = []
     outputs: list[int] = []
     for part in parts:
-        sequence, start, count = part.sequence, part.start, part.count
+        sequence, start, count = part.sequence, part.start, part.num_tokens
         known = sequence.tokens[start : start + count]
         tokens += known
         feed += [-1] * count
@@ -84,7 +84,7 @@ def _sampling(batch: Batch, outputs: slice, sequence: Sequence, part: Part) -> N
     seed = np.array([request.seed % 2**64], np.uint64)
     batch.seed[outputs] = seed.view(np.int32)
     depths = part.draft.depths if part.draft is not None else [0]
-    batch.place[outputs] = np.array(depths) + part.start + part.count
+    batch.place[outputs] = np.array(depths) + part.start + part.num_tokens
 
 
 def _drafts(batch: Batch, last: int, output: int, part: Part) -> None:

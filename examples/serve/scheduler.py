@@ -9,7 +9,7 @@ resumed, or, without tiers, it is read again.
 
 import bisect
 import logging
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jax_kvblock import PoolExhaustedError, PrefixCache
 from jax_kvblock.cache import Resuming, TieredCache, park
@@ -19,25 +19,24 @@ from serve.sequences import Sequence
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A sequence's rows in a step: its tokens from `start` on, then its drafts."""
 
     sequence: Sequence
     start: int
-    count: int
+    num_tokens: int
     draft: Draft | None = None
     steps: int = 1  # in each, a row: the token that the one before has drawn
 
     @property
     def num_rows(self) -> int:
-        return self.count + (len(self.draft) if self.draft else 0)
+        return self.num_tokens + (len(self.draft) if self.draft else 0)
 
     @property
     def last(self) -> bool:
         """Whether a new token follows."""
         sequence = self.sequence
-        return self.start + self.count == len(sequence.tokens) + sequence.num_unread
+        return self.start + self.num_tokens == len(sequence.tokens) + sequence.num_unread
 
 
 class Scheduler:
@@ -261,7 +260,7 @@ class Scheduler:
         """
         alone = len(parts) == len(self.running)
         joins = self.waiting and len(self.running) < self.places
-        if not alone or joins or not all(p.count == 1 and p.last for p in parts):
+        if not alone or joins or not all(p.num_tokens == 1 and p.last for p in parts):
             return parts
         several = [
             Part(p.sequence, p.start, 1, steps=min(self.steps, p.sequence.num_left))
@@ -278,17 +277,17 @@ class Scheduler:
 
     def _with_drafts(self, parts: list[Part]) -> list[Part]:
         """The parts with drafts, where rows and blocks are left over."""
-        room = self.rows - sum(part.count for part in parts)
+        room = self.rows - sum(part.num_tokens for part in parts)
         made = []
         for part in parts:
             draft = self._draft_for(part, room)
-            made.append(part if draft is None else replace(part, draft=draft))
+            made.append(part if draft is None else part._replace(draft=draft))
             room -= len(draft or ())
         return made
 
     def _draft_for(self, part: Part, room: int) -> Draft | None:
         sequence = part.sequence
-        if part.count > 1 or not part.last or sequence.lookup is None:
+        if part.num_tokens > 1 or not part.last or sequence.lookup is None:
             return None
         most = min(self.drafts, room, sequence.num_left - 1)
         draft = sequence.lookup.propose(most)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
+MOST_KEPT = 16  # tokens that are decoded once more with the next ones
 
 
 class TextStream:
@@ -59,9 +60,11 @@ class TextStream:
 
     def _add(self, text: str) -> tuple[str, bool]:
         new = text[len(self._old) :]
-        # Some tokens stay: the text of a token may depend on the one before.
-        self._ids = self._ids[self._num_old :] if new else self._ids
-        self._old = self._decode(self._ids)
+        self._old = text
+        if new and len(self._ids) > MOST_KEPT:
+            # Some tokens stay: the text of a token may depend on the one before.
+            self._ids = self._ids[self._num_old :]
+            self._old = self._decode(self._ids)
         self._num_old = len(self._ids)
         self._held += new
         return self._without_stops()
