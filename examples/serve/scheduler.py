@@ -35,8 +35,8 @@ class Part(NamedTuple):
     @property
     def last(self) -> bool:
         """Whether a new token follows."""
-        sequence = self.sequence
-        return self.start + self.num_tokens == len(sequence.tokens) + sequence.num_unread
+        known = len(self.sequence.tokens) + self.sequence.num_unread
+        return self.start + self.num_tokens == known
 
 
 class Scheduler:
