@@ -19,8 +19,8 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
   and the step; and pauses to collect garbage. As in a server, the collector leaves
   alone what was there before.
 
-`--cases` picks by name: "steps" of decoding, always; "other steps" in a program; "by
-XLA"; the "host"'s part; the "prefix".
+Steps of decoding are always timed. `--cases` is a regular expression of what else is:
+"other steps" in a program, "by XLA", "host" and "prefix".
 """
 
 from __future__ import annotations

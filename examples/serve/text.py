@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-MOST_KEPT = 16  # tokens that are decoded once more with the next ones
+CHARACTER = 4  # bytes, and so tokens, at most
 
 
 class TextStream:
@@ -27,7 +27,12 @@ class TextStream:
         prompt: Sequence[int] = (),
     ) -> None:
         self._decode, self._stops = decode, tuple(stops)
-        self._ids = list(prompt[-4:])  # a few tokens before, and what is not out yet
+        # A few tokens before, from the beginning of a character on, and later what is
+        # not out yet.
+        for size in range(CHARACTER, 2 * CHARACTER):
+            self._ids = list(prompt[-size:])
+            if not decode(self._ids).startswith(REPLACEMENT):
+                break
         self._num_old = len(self._ids)
         self._old = decode(self._ids).rstrip(REPLACEMENT)  # the text of those before
         self._held = ""  # text that may be the beginning of a stop text
@@ -36,8 +41,8 @@ class TextStream:
         """The text that can be shown now, and whether a stop text has come."""
         self._ids.append(token)
         text = self._decode(self._ids)
-        broken = text.endswith(REPLACEMENT) and len(self._ids) - self._num_old < 4
-        if broken or len(text) < len(self._old):
+        may_go_on = len(self._ids) - self._num_old < CHARACTER
+        if (text.endswith(REPLACEMENT) and may_go_on) or len(text) < len(self._old):
             return "", False
         return self._add(text)
 
@@ -60,11 +65,9 @@ class TextStream:
 
     def _add(self, text: str) -> tuple[str, bool]:
         new = text[len(self._old) :]
-        self._old = text
-        if new and len(self._ids) > MOST_KEPT:
-            # Some tokens stay: the text of a token may depend on the one before.
-            self._ids = self._ids[self._num_old :]
-            self._old = self._decode(self._ids)
+        # Some tokens stay: the text of a token may depend on the one before.
+        self._ids = self._ids[self._num_old :] if new else self._ids
+        self._old = self._decode(self._ids)
         self._num_old = len(self._ids)
         self._held += new
         return self._without_stops()

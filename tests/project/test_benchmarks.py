@@ -359,12 +359,19 @@ def test_a_small_server(tmp_path: Path) -> None:
     assert ratio == near(by_host / computed)
 
 
-def test_parts_of_a_small_server(tmp_path: Path) -> None:
-    rows = small(tmp_path, "serve", "--cases", "by XLA")["rows"]
-    assert {row["case"].partition(" / ")[2] for row in rows} == {
-        "a step of decoding",
-        "device copy",
-    }
+@pytest.mark.parametrize(
+    ("cases", "parts"),
+    [
+        ("by XLA", set()),
+        ("host", {"the host's part of a step"}),
+        ("prefix", {"the first token"}),
+        ("other steps", {"a step of decoding, 1 in a program"}),
+    ],
+)
+def test_parts_of_a_small_server(cases: str, parts: set[str], tmp_path: Path) -> None:
+    rows = small(tmp_path, "serve", "--cases", cases)["rows"]
+    found = {row["case"].partition(" / ")[2] for row in rows}
+    assert found == {"a step of decoding", "device copy"} | parts
 
 
 def test_small_blocks_on_disk(tmp_path: Path) -> None:

@@ -31,10 +31,11 @@ def test_kernels_read_no_slices_of_a_loop_without_a_gpu() -> None:
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.splitlines() == [gpu_serve.WANTED]
+    assert ran.stdout.splitlines() == list(gpu_serve.WANTED.values())
 
 
 @pytest.mark.gpu
 def test_kernels_read_no_slices_of_a_loop_on_a_gpu() -> None:
-    text = gpu_serve.compile_for(jax.devices()[0])
-    assert gpu_serve.line_of(text) == gpu_serve.WANTED
+    sizes = gpu_serve.SMALL
+    text = gpu_serve.compile_for(jax.devices()[0], sizes, False)
+    assert gpu_serve.line_of(text) == gpu_serve.WANTED[sizes]

@@ -82,6 +82,21 @@ def test_a_character_may_begin_in_the_prompt() -> None:
     assert outcome(TextStream(as_bytes, prompt=[97, first]), rest)[0] == ["é", ""]
 
 
+def test_what_is_kept_of_a_prompt_begins_with_a_character() -> None:
+    """SentencePiece's decoder makes U+FFFD of all bytes beside one that is none."""
+
+    def decode(ids: list[int]) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return len(ids) * "\ufffd"
+
+    prompt = list("é漢".encode())
+    for given in (prompt, prompt[2:], [97, *prompt], prompt[:2]):
+        texts, _ = outcome(TextStream(decode, prompt=given), list("b好a".encode()))
+        assert "".join(texts) == "b好a"
+
+
 def test_byte_pairs_of_a_real_tokenizer() -> None:
     made = tokenizer()
     text = "then naïve 漢 the inner 😊 on the"
