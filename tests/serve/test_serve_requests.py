@@ -29,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("exact_products")
 PROMPT = [7, 3, 9, 250, 8]
 
 
-@pytest.fixture(scope="module")
-def greedy(tiny: tuple[TinyModel, LoadedModel]) -> Greedy:
-    return Greedy(tiny[0])
-
-
 def make(model: LoadedModel, **given: Any) -> Engine:
     sizes = {"num_blocks": 64, "block_size": 8, "max_tokens": 128, "decode_steps": 1}
     return Engine(model, **{**sizes, **given})

@@ -14,6 +14,30 @@ from serve.interface import Request, Stream
 # Two logits that are nearer than this could change places by rounding.
 MARGIN = 1e-4
 
+VOCABULARY = 256  # tokens of prompts are below
+# What several prompts begin with.
+BEGINNING = np.random.default_rng(1).integers(VOCABULARY, size=40).tolist()
+
+
+def prompts() -> list[list[int]]:
+    """A single token, whole blocks, the same beginning, texts that repeat."""
+    random = np.random.default_rng(2)
+
+    def some(size: int) -> list[int]:
+        return random.integers(VOCABULARY, size=size).tolist()
+
+    lines = some(6)
+    return [
+        some(1),
+        [*BEGINNING, *some(3)],
+        some(16),
+        [*BEGINNING, *some(9)],
+        lines * 5,
+        some(61),
+        BEGINNING[:32],
+        [*some(2), *lines, *lines[:3]],
+    ]
+
 
 def ask(engine: Engine, prompt: Sequence[int], most: int = 12, **given: Any) -> Stream:
     """Submit a request that only its length ends."""

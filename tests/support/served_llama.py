@@ -9,6 +9,7 @@ import jax
 import pytest
 
 if TYPE_CHECKING:
+    from llama_engines import Greedy
     from llama_files import TinyModel
     from serve.models import LoadedModel
 
@@ -39,6 +40,14 @@ def tiny(
 
     drawn = TinyModel.draw("llama3")
     return drawn, load_model(drawn.write_folder(tmp_path_factory.mktemp("m") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def greedy(tiny: tuple[TinyModel, LoadedModel]) -> Greedy:
+    """What the tiny model says, each text computed once for all tests."""
+    from llama_engines import Greedy
+
+    return Greedy(tiny[0])
 
 
 @pytest.fixture
