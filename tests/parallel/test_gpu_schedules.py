@@ -1,43 +1,25 @@
 """What travels goes under what is computed: the programs that NVIDIA GPUs would run.
 
 And how much memory they take. They are compiled for GPUs by a CUDA plugin of JAX, where
-no GPU is. KVBLOCK_CUDA_PLUGIN is the folder it was installed into, apart from the other
-packages, since it would look for a driver in each process.
+no GPU is.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import gpu_schedules
 import pytest
+from cuda_plugin import needs_plugin, run
 
-FOLDER = os.environ.get("KVBLOCK_CUDA_PLUGIN")
 FORWARD, BACKWARD = "attention_forward", "attention_backward_kv"
-needs_plugin = pytest.mark.skipif(
-    FOLDER is None, reason="KVBLOCK_CUDA_PLUGIN names no CUDA plugin of JAX"
-)
 
 
 @functools.cache
 def compiled(strategy: str, count: int, length: int, work: str, how: str) -> str:
-    assert FOLDER is not None
-    script = Path(gpu_schedules.__file__)
-    path = [FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "JAX_PLATFORMS": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(path)
-    words = [strategy, str(count), str(length), work, how]
-    ran = subprocess.run(
-        [sys.executable, "-P", str(script), *words],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
+    words = strategy, str(count), str(length), work, how
+    return run(gpu_schedules.__file__, *words)
 
 
 def schedule(*words: str | int) -> tuple[str, ...]:

@@ -1,47 +1,32 @@
 """Products are tensor cores' of 8 bits in what NVIDIA GPUs run, all three of a layer.
 
-They are compiled for one by a CUDA plugin of JAX, where no GPU is (KVBLOCK_CUDA_PLUGIN,
-see tests/parallel/test_gpu_schedules.py), and on a GPU for it.
+They are compiled for one by a CUDA plugin of JAX, where no GPU is, and on a GPU
+for it.
 """
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import gpu_products
 import jax
 import jax.numpy as jnp
 import pytest
+from cuda_plugin import needs_plugin, run
 from messages import check
 
 from jax_kvblock.core import ffi
 from jax_kvblock.training import count_products
 
-FOLDER = os.environ.get("KVBLOCK_CUDA_PLUGIN")
 
-
-@pytest.mark.skipif(FOLDER is None, reason="KVBLOCK_CUDA_PLUGIN names no CUDA plugin")
+@needs_plugin
 def test_without_a_gpu():
-    assert FOLDER is not None
-    script = Path(gpu_products.__file__)
-    own = filter(None, [os.environ.get("PYTHONPATH")])
-    environment = {**os.environ, "JAX_PLATFORMS": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([FOLDER, str(script.parent), *own])
-    ran = subprocess.run(
-        [sys.executable, "-P", str(script), *gpu_products.CASES],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    printed = run(gpu_products.__file__, *gpu_products.CASES)
     want = list(map(gpu_products.wanted, gpu_products.CASES))
     want += [f"{name}: laid otherwise 0" for name in gpu_products.BOTH_ORDERS]
     want += [f"{name}: rounded True" for name in gpu_products.ONE_ROW]
     want += [f"{name}: weights {n}" for name, (_, n) in gpu_products.MODELS.items()]
     for name in gpu_products.AS_JIT_IS:
         want.append(f"{name}, as jit is: {gpu_products.CASES[name][1]} 0")
-    assert ran.stdout.splitlines() == want
+    assert printed.splitlines() == want
 
 
 def compiled_here(name, **options):
