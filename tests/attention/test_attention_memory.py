@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_model import AS_USERS_DO, BF16, F32, by_kernel, jit
+from served_kernels import skip_unless_served
 
 from jax_kvblock import AttentionTiles, flash_attention
-from jax_kvblock.attention.cuda import unserved_by_gpu
 
 HEADS, DIM = 2, 64
 LONG = 4096
@@ -152,8 +152,7 @@ def subjaxprs(jaxpr):
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["cuda", "cuda_sm90"])
 def test_the_forward_kernels_take_no_temporaries(implementation):
-    if missing := unserved_by_gpu(implementation, backward=False):
-        pytest.skip(f"{implementation} does not serve {missing[0]}")
+    skip_unless_served(implementation, backward=False)
     x = jax.ShapeDtypeStruct((2, 1024, 4, 128), BF16)
     attend = functools.partial(
         flash_attention, causal=True, implementation=implementation

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from served_kernels import skip_unless_served
 
 from jax_kvblock import AttentionScales, flash_attention
-from jax_kvblock.attention.cuda import unserved_by_gpu
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
 
 E4M3 = jnp.float8_e4m3fn
@@ -26,8 +26,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if missing := unserved_by_gpu("cuda_sm90", backward=False):
-        pytest.skip(f"cuda_sm90 does not serve {missing[0]}")
+    skip_unless_served("cuda_sm90", backward=False)
 
 
 def arrays(rng, b, t, s, n, k, d, e=None, size=1.0):

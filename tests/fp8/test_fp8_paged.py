@@ -18,9 +18,9 @@ from fp8_gpus import on_each_gpu, pretend
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from paged_problems import Case, Problem, few_rows
+from served_kernels import skip_unless_served
 
 from jax_kvblock import BlockSpec, KVPool, paged_attention
-from jax_kvblock.attention.cuda import unserved_by_gpu
 from jax_kvblock.paged import dispatch
 from jax_kvblock.paged.narrow import heads_of_tile
 
@@ -96,8 +96,8 @@ def who(request):
     """Who computes: implementation="xla" or None."""
     if request.param == "emulator":
         emulate(request)
-    elif request.param == "cuda" and (missing := unserved_by_gpu("cuda_sm90", False)):
-        pytest.skip(f"cuda_sm90 does not serve {missing[0]}")
+    elif request.param == "cuda":
+        skip_unless_served("cuda_sm90", backward=False)
     return "xla" if request.param == "xla" else None
 
 

@@ -18,8 +18,8 @@ from c_interface import (
     check_attention,
     load_library,
 )
+from served_kernels import skip_unless_served
 
-from jax_kvblock.attention.cuda import unserved_by_gpu
 from jax_kvblock.core.ffi import BUILD
 
 # Nothing lies there: a check that looked at an array would crash.
@@ -244,8 +244,7 @@ def test_without_cuda_a_right_struct_is_told_how_to_rebuild() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["cuda", "cuda_sm90"])
 def test_keys_without_queries_get_gradients_of_zero(kernels: str) -> None:
-    if missing := unserved_by_gpu(kernels, backward=True):
-        pytest.skip(f"{kernels} does not serve {missing[0]}")
+    skip_unless_served(kernels, backward=True)
     k, dk, dv = (jnp.full((1, 4, 1, 8), n, jnp.bfloat16) for n in (1, 2, 3))
     places = [x.block_until_ready().unsafe_buffer_pointer() for x in (k, dk, dv)]
     a = valid(kernels=int(kernels == "cuda_sm90"), q_len=0, q=None, o=None)

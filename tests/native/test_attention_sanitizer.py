@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import launches
 import pytest
 from attention_launches import DIMS, NARROW, NARROW_DIMS
-
-from jax_kvblock.attention.cuda import unserved_by_gpu
+from served_kernels import skip_unless_served
 
 SCRIPT = "attention_launches"
 
@@ -27,8 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.early, launches.watched]
     [("cuda", "generic"), ("cuda_sm90", "sm90"), ("cuda", "float32")],
 )
 def test_finds_nothing(implementation: str, kernels: str, tool: str) -> None:
-    if missing := unserved_by_gpu(implementation, backward=True):
-        pytest.skip(f"{implementation} does not serve {missing[0]}")
+    skip_unless_served(implementation, backward=True)
     with ThreadPoolExecutor() as pool:
         runs = pool.map(
             lambda dims: launches.run(SCRIPT, kernels, dims, tool=tool), DIMS
@@ -42,8 +40,7 @@ def test_finds_nothing(implementation: str, kernels: str, tool: str) -> None:
 
 @launches.by_tool
 def test_finds_nothing_in_8_bits(tool: str) -> None:
-    if missing := unserved_by_gpu("cuda_sm90", backward=False):
-        pytest.skip(f"cuda_sm90 does not serve {missing[0]}")
+    skip_unless_served("cuda_sm90", backward=False)
     with ThreadPoolExecutor() as pool:
         runs = pool.map(
             lambda dims: launches.run(SCRIPT, "e4m3", dims, tool=tool), NARROW_DIMS
@@ -54,7 +51,6 @@ def test_finds_nothing_in_8_bits(tool: str) -> None:
 
 
 def test_memcheck_sees_a_short_array() -> None:
-    if missing := unserved_by_gpu("cuda", backward=False):
-        pytest.skip(f"cuda does not serve {missing[0]}")
+    skip_unless_served("cuda", backward=False)
     done = launches.run(SCRIPT, "short", "64x64", "plain", tool="memcheck")
     launches.assert_sees_a_short_array(done, "AttentionForward")

@@ -21,11 +21,11 @@ from attention_launches import Attention
 from attention_model import Call
 from attention_problems import Case, Gpu, Host, Problem, Truth, rounded, truth
 from attention_sweep import Arena, Launcher, sweep
+from served_kernels import skip_unless_served
 from sweep_cases import DIMS, OPTIONS, PAIRS, draw_cases
 
 import jax_kvblock
 from jax_kvblock import AttentionTiles
-from jax_kvblock.attention.cuda import unserved_by_gpu
 
 CASE = Case("float16", 32, 32, 2, 4, 2, 150, 130, 7, name="plain")
 CASES = {
@@ -403,8 +403,7 @@ def run_on_gpu(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
 @pytest.mark.torch
 def test_a_sweep_of_the_kernels_finds_nothing(tmp_path):
     """A few hundred cases; `make sweep` has thousands."""
-    if missing := unserved_by_gpu("cuda", backward=True):
-        pytest.skip(f"cuda does not serve {missing[0]}")
+    skip_unless_served("cuda", backward=True)
     out = tmp_path / "sweep.json"
     done = run_on_gpu("attention_sweep.py", "--limit", "250", "--out", str(out))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -415,8 +414,7 @@ def test_a_sweep_of_the_kernels_finds_nothing(tmp_path):
 @pytest.mark.torch
 def test_dq_is_right_under_load(tmp_path):
     """A few hundred launches of each shape; `make stress` has thousands."""
-    if missing := unserved_by_gpu("cuda_sm90", backward=True):
-        pytest.skip(f"cuda_sm90 does not serve {missing[0]}")
+    skip_unless_served("cuda_sm90", backward=True)
     out = tmp_path / "stress.json"
     how = ("--seconds", "0.2", "--dtype", "float16", "--out", str(out))
     done = run_on_gpu("attention_stress.py", *how)

@@ -11,6 +11,7 @@ import pytest
 from emulated_streams import DEVICE, PAGEABLE, Streams
 
 from jax_kvblock.cache.copy_lines import FIELDS, STRIP, CopyError, CpuLine, library
+from jax_kvblock.core.ffi import BUILD
 
 
 def strips(*rows: tuple[int, ...]) -> np.ndarray:
@@ -225,11 +226,8 @@ def test_memory_that_is_not_pinned_is_refused(
     copied(line, source, to, one)
 
 
+@pytest.mark.skipif(BUILD["cuda"], reason="this build has CUDA")
 def test_a_build_without_cuda_says_so() -> None:
-    from jax_kvblock.core.ffi import BUILD
-
-    if BUILD["cuda"]:
-        pytest.skip("this build has CUDA")
     stream = ctypes.c_void_p()
     said = library().kvblock_copy_stream_open(0, ctypes.byref(stream))
     assert b"no CUDA kernels; rebuild it where nvcc is on the PATH" in said

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import launches
 import pytest
-
-from jax_kvblock.attention.cuda import unserved_by_gpu
+from served_kernels import skip_unless_served
 
 PARTS = 8
 
@@ -22,8 +21,7 @@ pytestmark = pytest.mark.gpu
 
 def in_parts(*options: str, tool: str = "") -> list[subprocess.CompletedProcess[str]]:
     """All cases, in parts side by side."""
-    if missing := unserved_by_gpu("cuda", backward=False):
-        pytest.skip(f"cuda does not serve {missing[0]}")
+    skip_unless_served("cuda", backward=False)
 
     def run(part: int) -> subprocess.CompletedProcess[str]:
         options_and_part = (*options, "--part", f"{part}/{PARTS}")
