@@ -1,4 +1,5 @@
-// Approximate float32 functions of the special function unit (PTX ex2, lg2, rcp), and a maximum.
+// Approximate float32 functions of the special function unit (PTX ex2, lg2, rcp, sqrt), and a
+// maximum.
 #pragma once
 
 namespace kvblock {
@@ -21,6 +22,13 @@ __device__ __forceinline__ float Log2(float x) {
 __device__ __forceinline__ float Reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The square root, relative error 2^-23; NaN below 0.
+__device__ __forceinline__ float SquareRoot(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

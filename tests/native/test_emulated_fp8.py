@@ -249,6 +249,49 @@ def test_scores_that_grow_from_tile_to_tile(rng, emulated):
     agree(emulated, x)
 
 
+@pytest.mark.parametrize("deviation", [0.5, 1.0, 1.3])
+def test_rows_of_normal_scores_keep_their_first_reference(deviation, rng, emulated):
+    """Rows look at their maxima once, in their first tile, and hardly ever again.
+
+    The largest of 2,048 scores is well above that of the first 128.
+    """
+    q, k, v = (rng.normal(size=(1, n, 2, 64)) for n in (128, 2048, 2048))
+    q *= deviation * 8 / np.linalg.norm(q, axis=-1, keepdims=True)
+    arrays = {name: narrowed(x, "head") for name, x in (("q", q), ("k", k), ("v", v))}
+    scales = {name: scales for name, (_, scales) in arrays.items()}
+    x = Problem(*(array for array, _ in arrays.values()), scales, scale=64**-0.5)
+    emulated.emulator_references()
+    agree(emulated, x)
+    once = 128 * 2 * 4 // 2  # of each head: a row has four threads, a thread two rows
+    looked = emulated.emulator_references()
+    assert once <= looked < 1.5 * once
+
+
+@pytest.mark.parametrize(
+    ("large", "score", "keys"), [(1, 13.5, 4100), (10, 12.9, 8200)], ids=["one", "ten"]
+)
+def test_many_small_probabilities_stay_beside_large_ones(
+    large, score, keys, rng, emulated
+):
+    """Keys of 2^-13 of the largest probability count, as there are thousands of them.
+
+    One key that stands out, as a sink does; or ten, so that the first tile looks as if
+    even larger ones were to come, and room for these would cost the small ones.
+    """
+    k = np.zeros((1, keys, 1, 64))
+    k[0, :large, 0, 0] = score  # as a power of 2
+    k[0, :, 0, 1] = rng.normal(size=keys) * 0.2
+    v = rng.normal(size=(1, keys, 1, 64))
+    q = np.zeros((1, 70, 1, 64), NARROW)
+    q[..., :2] = 1
+    (k, k_scales), (v, v_scales) = narrowed(k, "head"), narrowed(v, "head")
+    x = Problem(q, k, v, {"k": k_scales, "v": v_scales}, scale=np.log(2))
+    (_, lse), (_, lse_is) = attend(emulated, x), x.truth()
+    of_small = np.log1p(keys / large * 2.0**-score)
+    assert of_small > 0.1
+    assert np.abs(lse - lse_is).max() < 0.2 * of_small
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_equal_scores_give_the_mean(dim, causal, rng, emulated):

@@ -324,10 +324,10 @@ MISSING = (
     ),
     Mutant(
         "8 bits: the scale of a step that is being planned",
-        f"{FORWARD}/consumer.cuh",
-        "shared_.narrow.to_log2[number];",
-        "shared_.narrow.to_log2[(number + 1) % kSteps];",
-        ("fp8, long_kv", "PrepareScale", "Consumer::Finish"),
+        f"{FORWARD}/consumer_narrow.cuh",
+        "shared_.narrow.to_log2[steps_.stage];",
+        "shared_.narrow.to_log2[(steps_.stage + 1) % kSteps];",
+        ("fp8, long_kv", "PrepareScale", "Consumer::TakeStep"),
     ),
     Mutant(
         "8 bits: V's place is left while products read it",

@@ -33,6 +33,9 @@ const char* LaunchForward(const AttentionCall& a, cudaStream_t stream) {
 extern "C" void emulator_set_multiprocessors(int count) {
   emulator::device = emulator::kFirst + count;
 }
+// Tiles of which some thread's rows asked for references, times threads, since this was asked
+// before.
+extern "C" int emulator_references() { return std::exchange(emulator::square_roots, 0) / 2; }
 // CTAs of Hopper's kernel, and of clusters, since this was asked before.
 extern "C" int emulator_hopper_ctas() { return std::exchange(emulator::hopper_ctas, 0); }
 extern "C" int emulator_clustered_ctas() { return std::exchange(emulator::clustered_ctas, 0); }

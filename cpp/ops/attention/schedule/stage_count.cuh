@@ -13,6 +13,11 @@ struct StageCount {
       phase ^= 1;
     }
   }
+  __device__ __forceinline__ StageCount After() const {
+    StageCount next = *this;
+    next.Advance();
+    return next;
+  }
   __device__ __forceinline__ StageCount Before() const {
     return stage == 0 ? StageCount{kStages - 1, phase ^ 1} : StageCount{stage - 1, phase};
   }

@@ -98,7 +98,7 @@ class Consumer {
     } else {
       float max[2];
       RowMaxima(rows, max);
-      MoveReferences<Traits>(rows.sums, max, exponent_, factor);
+      MoveReferences(rows.sums, max, exponent_, factor);
     }
     if constexpr (kTrusts) BeginTrust(*item, flags, rows.sums);
     WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
@@ -206,6 +206,7 @@ class Consumer {
   }
 
   // The same in 8 bits (consumer_narrow.cuh).
+  __device__ __forceinline__ int TakeStep();
   __device__ __forceinline__ const Item* ComputeNarrow(const Item* item, Rows<Traits>& rows);
 
   // Moves the references of a tile's rows; true: some row of this warp may have a new one.
@@ -286,9 +287,6 @@ class Consumer {
     clear_from_ = Traits::kKeys;
     clear_to_ = 0;
     if constexpr (Traits::kCapped) LargestSizes(rows, sizes_);
-    if constexpr (Traits::kNarrow) {
-      exponent_.to_log2 = shared_.narrow.to_log2[number];
-    }
     if (Traits::kNarrow ? __builtin_expect(masked, false) : rules_.finish || masked) {
       const Step& step = shared_.steps[number];
       const int first = step.first, end = step.end;

@@ -9,6 +9,14 @@
 
 namespace kvblock::hopper {
 
+// The step's flags; what its scores are multiplied by becomes exponent_. Before the products, as it
+// takes a while.
+template <typename Traits>
+__device__ __forceinline__ int Consumer<Traits>::TakeStep() {
+  exponent_.to_log2 = shared_.narrow.to_log2[steps_.stage];
+  return shared_.steps[steps_.stage].flags;
+}
+
 // As Compute. P V of tile j - 1 comes first, so that P is free for the codes of tile j. P V is
 // summed over kSummedTiles tiles and then added to O, while the tensor cores work on Q K(j).
 template <typename Traits>
@@ -19,7 +27,7 @@ __device__ __forceinline__ const typename Traits::Item* Consumer<Traits>::Comput
   WgmmaFence();
   IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
   WgmmaCommit();
-  int flags = shared_.steps[steps_.stage].flags;
+  int flags = TakeStep();
   WgmmaWait<0>();
   KeepAfter(rows.s());
   Finish(*item, flags, steps_.stage, rows);
@@ -40,7 +48,7 @@ __device__ __forceinline__ const typename Traits::Item* Consumer<Traits>::Comput
     if (!keys_there) BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
     if (!values_there) AwaitValues(values);
     if constexpr (Traits::kPaged) FenceRows();
-    flags = shared_.steps[steps_.stage].flags;
+    flags = TakeStep();
     if (Traits::kTiles.turns) WaitTurn();
     Pin(rows);
     WgmmaFence();
@@ -52,6 +60,9 @@ __device__ __forceinline__ const typename Traits::Item* Consumer<Traits>::Comput
     WgmmaWait<1>();
     Pin(rows);
     LeaveKeys(&shared_.v_empty[values.stage]);
+    // To ask takes a while, which Q K hides.
+    keys_there = IsThere(shared_.k_full, keys_.After());
+    values_there = IsThere(shared_.v_full, keys_);
     if (++summed == kSummedTiles || ends) {
       AddProduct(rows);
       summed = 0;
@@ -66,9 +77,6 @@ __device__ __forceinline__ const typename Traits::Item* Consumer<Traits>::Comput
     KeepAfter(rows.s());
     Finish(*item, flags, steps_.stage, rows);
     LeaveScores(flags);
-    // To ask takes as long as some codes; they hide it.
-    keys_there = IsThere(shared_.k_full, keys_);
-    values_there = IsThere(shared_.v_full, keys_.Before());
     FollowingCodes(rows, exponent_, ends);
   }
   const Stage values = keys_.Before();

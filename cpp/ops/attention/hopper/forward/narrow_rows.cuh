@@ -52,15 +52,76 @@ __device__ __forceinline__ bool Codes(Rows<Traits>& rows, float to_log2) {
   return both >= kNan << 16 || (both & 0xffff) >= kNan;
 }
 
+// A new reference lies kLifted below the largest score that its row is expected to have: so the
+// largest probabilities come near 448, the largest number there is, and small ones do not vanish. A
+// score may be larger by 0.7 until the row gets its next reference, as 2^8.7 < 448. It is not
+// lifted where float32 rounds exponents by much.
+constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.7f, kLargeExponent = 1 << 20;
+// A row is expected to have no larger score than the tile's largest, or than so many standard
+// deviations of the tile's scores above their mean: normally distributed ones pass that once in
+// 300,000, so rows of these nearly always keep their first reference. A row with a key that stands
+// out leaves no room for larger ones. None leaves more than kMostRoom, or so much that scores about
+// the mean would be kWidest below.
+constexpr float kDeviations = 4.5f, kMostRoom = 3.0f, kWidest = 10.0f;
+
+// How far above a tile's maxima those of their rows are expected to be, in powers of 2: whole ones,
+// so that a maximum's code is exact. Where keys of the tile are masked, 0.
+template <typename Traits>
+__device__ __forceinline__ void RoomToGrow(const Rows<Traits>& rows, const float (&max)[2],
+                                           float to_log2, float (&room)[2]) {
+  const auto& s = rows.state.s[0];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = 0.0f, squares = 0.0f;  // of how far scores are below the maximum
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float below = max[half] - s[n][half * 2 + i];
+        sum += below;
+        squares = fmaf(below, below, squares);
+      }
+    }
+#pragma unroll
+    for (int lanes = 1; lanes <= 2; lanes *= 2) {
+      sum += __shfl_xor_sync(~0u, sum, lanes);
+      squares += __shfl_xor_sync(~0u, squares, lanes);
+    }
+    constexpr float kOne = 1.0f / Traits::kKeys;
+    const float mean = sum * kOne, variance = fmaxf(fmaf(squares, kOne, -mean * mean), 0.0f);
+    const float highest = fminf(kDeviations * SquareRoot(variance) * to_log2, kWidest);
+    const float grows = fmaf(-mean, to_log2, highest);  // or NaN or -inf, if a score is -inf
+    room[half] = rintf(fminf(fmaxf(grows, 0.0f), kMostRoom));
+  }
+}
+
+// New references for rows that have outgrown theirs. What came before is to be scaled by `factor`.
+// A NaN becomes the reference.
+template <typename Exponent>
+__device__ __forceinline__ void LiftReferences(RowSums& sums, const float (&max)[2],
+                                               const float (&room)[2], const Exponent& exponent,
+                                               float (&factor)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float& reference = sums.reference[half];
+    const float tile = exponent(max[half]), before = reference;
+    const bool outgrown = !(tile <= before + kLiftedOutgrown);
+    const float now = fabsf(tile) < kLargeExponent ? tile + room[half] - kLifted : tile;
+    if (outgrown) reference = now;
+    factor[half] = outgrown ? Exp2(before - now) : 1.0f;
+  }
+}
+
 // The same with the references that a tile's scores ask for; codes are computed anew where there is
 // another one, which is rare, but for the first tile. What P V is added to follows.
 template <typename Traits, typename Exponent>
 __device__ __forceinline__ void FollowingCodes(Rows<Traits>& rows, const Exponent& exponent,
                                                bool first) {
   if (!first && !__any_sync(~0u, Codes(rows, exponent.to_log2))) return;
-  float max[2], factor[2];
+  float max[2], room[2], factor[2];
   RowMaxima(rows, max);
-  MoveReferences<Traits>(rows.sums, max, exponent, factor);
+  RoomToGrow(rows, max, exponent.to_log2, room);
+  LiftReferences(rows.sums, max, room, exponent, factor);
   Rescale<Traits>(rows, factor);
   Codes(rows, exponent.to_log2);
 }

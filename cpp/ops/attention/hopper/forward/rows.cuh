@@ -100,12 +100,6 @@ struct Scaled {
 // Where somebody looks: a tile's scores may be larger than their row's reference by this many
 // powers of 2.
 constexpr float kOutgrown = 8.0f;
-// With 8 bits the largest probabilities come near the largest number there is, 448, so that small
-// ones do not vanish: a new reference lies kLifted below the maximum, which may grow by 0.7 until
-// the next, as 2^8.7 < 448. It is not lifted where float32 rounds exponents by much.
-constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.7f, kLargeExponent = 1 << 20;
-template <typename Traits>
-constexpr float kOutgrownOf = Traits::kNarrow ? kLiftedOutgrown : kOutgrown;
 
 // Of a thread's two rows the largest score, or 0, as bits.
 template <typename Traits>
@@ -178,20 +172,16 @@ __device__ __forceinline__ void RowMaxima(const Rows<Traits>& rows, float (&max)
 }
 
 // New references for rows that have outgrown theirs. What came before is to be scaled by `factor`.
-template <typename Traits, typename Exponent>
+template <typename Exponent>
 __device__ __forceinline__ void MoveReferences(RowSums& sums, const float (&max)[2],
                                                const Exponent& exponent, float (&factor)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float& reference = sums.reference[half];
     const float tile = exponent(max[half]), before = reference;
-    // Of 8 bits a NaN becomes the reference.
-    const float limit = before + kOutgrownOf<Traits>;
-    const bool outgrown = Traits::kNarrow ? !(tile <= limit) : tile > limit;
-    const bool lifted = Traits::kNarrow && fabsf(tile) < kLargeExponent;
-    const float now = lifted ? tile - kLifted : tile;
-    if (outgrown) reference = now;
-    factor[half] = outgrown ? Exp2(before - now) : 1.0f;
+    const bool outgrown = tile > before + kOutgrown;
+    if (outgrown) reference = tile;
+    factor[half] = outgrown ? Exp2(before - tile) : 1.0f;
   }
 }
 
@@ -241,7 +231,7 @@ __device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, const Exponent&
   bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float limit = rows.sums.reference[half] + kOutgrownOf<Traits>;
+    const float limit = rows.sums.reference[half] + kOutgrown;
     outgrown |= exponent.Exceeds(largest[half], limit);
     factor[half] = 1.0f;
   }
@@ -250,7 +240,7 @@ __device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, const Exponent&
                   LargestOfRow<Traits>(__int_as_float(largest[1]))};
   // A largest of 0 may stand for anything below.
   if (__any_sync(~0u, max[0] == 0.0f || max[1] == 0.0f)) RowMaxima(rows, max);
-  MoveReferences<Traits>(rows.sums, max, exponent, factor);
+  MoveReferences(rows.sums, max, exponent, factor);
   return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
 }
 
