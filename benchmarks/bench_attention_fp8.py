@@ -61,8 +61,10 @@ PAGED = (
     Paged(cases.AttentionCase(2, 32, 8, 8192, 128, dtype="float8_e4m3fn")),
     Paged(cases.AttentionCase(8, 32, 8, 2048, 128, dtype="float8_e4m3fn")),
 )
+INTEGERS = FP8AttentionConfig(qk_dtype="int8")
 CONFIGS = {
     OURS: FP8AttentionConfig(),
+    f"{OURS}, int8": INTEGERS,
     f"{OURS}, heads": FP8AttentionConfig("head", "head"),
     NAIVE: FP8AttentionConfig("tensor", "tensor", "tensor", False, False),
 }
@@ -119,7 +121,10 @@ def _compare(case: Any, results: Results, quick: bool) -> None:
         jax.random.normal(key, size, jnp.bfloat16)
         for key, size in zip(keys, (shape, kv_shape, kv_shape), strict=True)
     )
-    x = jax.block_until_ready(quantize_qkv(q, k, v))
+    x, y = (
+        jax.block_until_ready(quantize_qkv(q, k, v, config))
+        for config in (None, INTEGERS)
+    )
     given = {
         BF16: (lambda q, k, v: flash_attention(q, k, v, causal=case.causal), (q, k, v)),
         f"{OURS}, quantized": (
@@ -128,6 +133,14 @@ def _compare(case: Any, results: Results, quick: bool) -> None:
         ),
         f"{OURS}, with quantization": (
             lambda q, k, v: fp8_attention(q, k, v, causal=case.causal),
+            (q, k, v),
+        ),
+        f"{OURS}, int8, quantized": (
+            lambda q, k, v, s: flash_attention(q, k, v, scales=s, causal=case.causal),
+            (y.q, y.k, y.v, y.scales),
+        ),
+        f"{OURS}, int8, with quantization": (
+            lambda q, k, v: fp8_attention(q, k, v, INTEGERS, causal=case.causal),
             (q, k, v),
         ),
         QUANTIZATION: (quantize_qkv, (q, k, v)),

@@ -1,6 +1,6 @@
 // Hopper's warpgroup products (PTX wgmma, sm_90a): D += A B, 64 rows by kN columns by 32 bytes of
-// each operand (16 elements of 16 bits, 32 of 8), float32 sums. All 128 threads of a warpgroup
-// issue them together; they run while the threads go on.
+// each operand (16 elements of 16 bits, 32 of 8), float32 sums; of int8 int32 sums, in the bits of
+// D. All 128 threads of a warpgroup issue them together; they run while the threads go on.
 //
 //   WgmmaFence();                      // registers of D (and A) are as they should be
 //   Wgmma<128>::Shared<T>(d, a, b);    // any number of products
@@ -87,6 +87,10 @@ struct Wgmma;
 #define KVBLOCK_D96 KVBLOCK_D88, KVBLOCK_D8(88)
 #define KVBLOCK_D128 KVBLOCK_D96, KVBLOCK_D8(96), KVBLOCK_D8(104), KVBLOCK_D8(112), KVBLOCK_D8(120)
 
+#define KVBLOCK_I4(i) "+r"(sums[i]), "+r"(sums[i + 1]), "+r"(sums[i + 2]), "+r"(sums[i + 3])
+#define KVBLOCK_I16(i) KVBLOCK_I4(i), KVBLOCK_I4(i + 4), KVBLOCK_I4(i + 8), KVBLOCK_I4(i + 12)
+#define KVBLOCK_I64 KVBLOCK_I16(0), KVBLOCK_I16(16), KVBLOCK_I16(32), KVBLOCK_I16(48)
+
 // The numbers of the operands that follow D's r registers: r, r + 1, ...
 #define KVBLOCK_WGMMA_AS(type, n, r, o0, o1, o2, o3, o4, o5, o6)                                    \
   if constexpr (kRegisterA) {                                                                      \
@@ -121,13 +125,27 @@ struct Wgmma;
                  : "l"(a), "l"(b), "r"(int(accumulate)));                                          \
   }
 
+// Products of int8, of 128 columns alone: D is what its bits are as int32.
+__device__ __forceinline__ void AddIntegers(float (&d)[64], uint64_t a, uint64_t b,
+                                            bool accumulate) {
+  int32_t(&sums)[64] = reinterpret_cast<int32_t(&)[64]>(d);
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" KVBLOCK_R64
+               "}, %64, %65, p; }"
+               : KVBLOCK_I64
+               : "l"(a), "l"(b), "r"(int(accumulate)));
+}
+
 #define KVBLOCK_WGMMA(n, r, ...)                                                                   \
   template <>                                                                                      \
   struct Wgmma<n> {                                                                                \
     template <typename T, bool kRegisterA, OperandLies kA, OperandLies kB, typename A>             \
     __device__ __forceinline__ static void Issue(float (&d)[r], const A& a, uint64_t b,            \
                                                  bool accumulate) {                                \
-      if constexpr (std::is_same_v<T, E4m3>) {                                                     \
+      if constexpr (std::is_same_v<T, Int8>) {                                                     \
+        static_assert(!kRegisterA && kA == OperandLies::kAcross && kB == OperandLies::kAcross);    \
+        AddIntegers(d, a, b, accumulate);                                                          \
+      } else if constexpr (std::is_same_v<T, E4m3>) {                                              \
         static_assert(kA == OperandLies::kAcross && kB == OperandLies::kAcross);                   \
         KVBLOCK_WGMMA_NARROW(n, r, __VA_ARGS__)                                                    \
       } else if constexpr (std::is_same_v<T, __half>) {                                            \

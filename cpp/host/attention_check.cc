@@ -40,10 +40,12 @@ std::string CheckSizes(const AttentionCall& a, Pass pass) {
   if (a.kernels != KVBLOCK_KERNELS_GENERIC && a.kernels != KVBLOCK_KERNELS_SM90) {
     return Got("kernels must be KVBLOCK_KERNELS_GENERIC or KVBLOCK_KERNELS_SM90", a.kernels);
   }
-  const bool narrow = a.dtype == KVBLOCK_E4M3 && pass == Pass::kForward;
+  const bool narrow = IsNarrow(a) && pass == Pass::kForward;
   if (a.dtype != KVBLOCK_BF16 && a.dtype != KVBLOCK_F16 && a.dtype != KVBLOCK_F32 && !narrow) {
     return Got(
-        "dtype must be KVBLOCK_BF16, KVBLOCK_F16 or KVBLOCK_F32, or KVBLOCK_E4M3 in a forward pass",
+        "dtype must be KVBLOCK_BF16, KVBLOCK_F16 or KVBLOCK_F32, or KVBLOCK_E4M3 or KVBLOCK_I8 in "
+        "a "
+        "forward pass",
         a.dtype);
   }
   if (a.dtype == KVBLOCK_F32 && a.kernels != KVBLOCK_KERNELS_GENERIC) {
@@ -186,7 +188,7 @@ std::string CheckDropout(const AttentionCall& a) {
   }
   const bool members = a.batch > 0;
   if (members && a.dropout_keys == nullptr) return "dropout_keys is NULL, and dropout is not 0";
-  if (a.dtype == KVBLOCK_E4M3) return "dropout is not for KVBLOCK_E4M3";
+  if (IsNarrow(a)) return "dropout is not for 8 bits";
   if (a.kernels == KVBLOCK_KERNELS_SM90 &&
       (a.softcap != 0.0f || a.bias || a.tile_indices || !(a.scale > 0.0f))) {
     return "dropout of the sm_90a kernels is for a scale above 0, and neither softcap, bias nor "
@@ -302,28 +304,28 @@ std::string CheckScales(const kvblock_attention& a, const char* name, const kvbl
 std::string CheckNarrowCall(const kvblock_forward& a) {
   const kvblock_attention& call = a.call;
   if (call.kernels != KVBLOCK_KERNELS_SM90) {
-    return "KVBLOCK_E4M3 is for the sm_90a kernels";
+    return "8 bits are for the sm_90a kernels";
   }
   for (const int32_t dim : {call.head_dim, call.value_dim}) {
     if (dim % kNarrowDims != 0 || dim > kMostNarrowDim) {
-      return Got("KVBLOCK_E4M3 is for head dims that are multiples of 16 up to 128", dim);
+      return Got("8 bits are for head dims that are multiples of 16 up to 128", dim);
     }
   }
   if (call.cu_q || call.bias || call.tile_indices || call.softcap != 0.0f || a.joins ||
       !(call.scale > 0.0f)) {
-    return "KVBLOCK_E4M3 is for a scale above 0, and neither cu_q, softcap, bias, tiles nor joins";
+    return "8 bits are for a scale above 0, and neither cu_q, softcap, bias, tiles nor joins";
   }
   if (call.batch == 0) return "";
-  if (call.kv_len > 0 && a.workspace == nullptr) return "KVBLOCK_E4M3 needs a workspace";
+  if (call.kv_len > 0 && a.workspace == nullptr) return "8 bits need a workspace";
   std::string error = CheckScales(call, "q_scales", a.q_scales, call.q_len);
   if (error.empty()) error = CheckScales(call, "k_scales", a.k_scales, call.kv_len);
   if (error.empty()) error = CheckScales(call, "v_scales", a.v_scales, 0);
   return error;
 }
 const char* CheckNarrow(const kvblock_forward& a) {
-  if (a.call.dtype != KVBLOCK_E4M3) {
+  if (!IsNarrow(a.call)) {
     if (!a.q_scales.scales && !a.k_scales.scales && !a.v_scales.scales) return nullptr;
-    return Message("attention: q_scales, k_scales and v_scales are for KVBLOCK_E4M3");
+    return Message("attention: q_scales, k_scales and v_scales are for 8 bits");
   }
   const std::string error = CheckNarrowCall(a);
   return error.empty() ? nullptr : Message("attention: " + error);

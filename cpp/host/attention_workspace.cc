@@ -5,7 +5,7 @@
 extern "C" int64_t kvblock_attention_workspace(const kvblock_attention* a, int32_t backward) {
   using namespace kvblock;
   if (a == nullptr) return 0;
-  if (a->dtype == KVBLOCK_E4M3) return backward != 0 ? 0 : kTransposedAt + TransposedBytes(*a);
+  if (IsNarrow(*a)) return backward != 0 ? 0 : kTransposedAt + TransposedBytes(*a);
   if (backward != 0) return a->kernels == KVBLOCK_KERNELS_SM90 ? DqPlaces(*a).bytes : 0;
   if (SharesKeys(*a)) {
     const int64_t rows =

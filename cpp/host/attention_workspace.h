@@ -14,12 +14,18 @@ namespace kvblock {
 #define KVBLOCK_MOST_FEW_QUERIES 16
 #endif
 
+// Whether elements are of 8 bits, of a call or an array.
+template <typename T>
+bool IsNarrow(const T& a) {
+  return a.dtype == KVBLOCK_E4M3 || a.dtype == KVBLOCK_I8;
+}
+
 // Whether a call goes to the kernels for few queries, if it has a workspace. Call has the members
 // of kvblock_attention.
 template <typename Call>
 bool SharesKeys(const Call& a) {
   return a.q_len <= KVBLOCK_MOST_FEW_QUERIES && !a.bias && !a.tile_indices && !a.cu_q &&
-         !a.dropout_keys && a.dtype != KVBLOCK_F32 && a.dtype != KVBLOCK_E4M3;
+         !a.dropout_keys && a.dtype != KVBLOCK_F32 && !IsNarrow(a);
 }
 
 // Whether only the device knows how much work each tile of queries is. Then Hopper's kernel hands

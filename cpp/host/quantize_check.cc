@@ -29,6 +29,7 @@ std::string CheckSizes(const kvblock_quantize& call, const kvblock_quantize_arra
     return Got("shared must be KVBLOCK_QUANTIZE_BLOCK, HEAD or TENSOR", a.shared);
   }
   if (a.turns != 0 && a.turns != 1) return Got("turns must be 0 or 1", a.turns);
+  if (a.integers != 0 && a.integers != 1) return Got("integers must be 0 or 1", a.integers);
   const int64_t ctas = Times({call.batch, a.heads, QuantizeBlockCount(a)});
   if (ctas < 0 || ctas > INT32_MAX) {
     return "there must be fewer than 2^31 blocks of " + std::to_string(KVBLOCK_QUANTIZE_ROWS) +

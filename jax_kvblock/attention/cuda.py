@@ -45,6 +45,7 @@ KERNELS = {"cuda": 0, "cuda_sm90": 1}
 # As attention.h numbers them (kvblock_dtype and kvblock_precision).
 DTYPES = {jnp.dtype(jnp.bfloat16): 0, jnp.dtype(jnp.float16): 1}
 DTYPES |= {jnp.dtype(jnp.float32): 2, jnp.dtype(jnp.float8_e4m3fn): 3}
+DTYPES |= {jnp.dtype(jnp.int8): 5}  # of queries and keys, whose values are e4m3
 PRECISIONS = {"highest": 0, "default": 1}
 MOST_DIM_OF_8_BITS = 128
 # Gradients of float32 are for head dims up to this one.
@@ -148,7 +149,7 @@ def _unserved_with_dropout(config: AttentionConfig, x: Operands) -> list[str]:
 def _unserved_in_8_bits(
     config: AttentionConfig, x: Operands, size: Sizes, implementation: str
 ) -> list[str]:
-    """The same for `float8_e4m3fn`; mirrors CheckNarrowCall in attention_check.cc."""
+    """The same for 8 bits; mirrors CheckNarrowCall in attention_check.cc."""
     if implementation != "cuda_sm90":
         return [f"dtype {x.q.dtype} (Hopper's kernels alone multiply 8 bits)"]
     missing = []

@@ -58,7 +58,7 @@ def choose(
             if platform != "cuda":
                 lacks = [f"{platform or 'another platform'}, for which this is lowered"]
             raise ValueError(
-                f"{where}: float8_e4m3fn is multiplied by Hopper's kernels, which do "
+                f"{where}: {x.q.dtype} is multiplied by Hopper's kernels, which do "
                 f"not serve {'; '.join(lacks)}. Cast q, k and v times their scales to "
                 "bfloat16; implementation='xla' computes the same in float32"
             )

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 # Rows that share a scale, where there are several; KVBLOCK_ATTENTION_SCALE_ROWS.
 SCALE_ROWS = 128
-DTYPE = jnp.float8_e4m3fn
+DTYPE = np.dtype(jnp.float8_e4m3fn)
+INTEGERS = np.dtype(np.int8)  # of queries and keys
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionScales:
-    """What `float8_e4m3fn` queries, keys and values are multiplied by, float32.
+    """What queries, keys and values in 8 bits are multiplied by, float32.
 
     Each is a number for the whole array, one for each of its heads, `[N]` or `[K]`, or
     `[B|1, N|1, blocks]`: for a head one number, or one for each 128 rows, `ceil(T /
@@ -45,16 +46,16 @@ class AttentionScales:
 
 def check_scales(where: str, scales: Any, q: Any, k: Any) -> tuple[Any, Any, Any]:
     """The scales as operands: float32 `[B|1, heads, 1 or blocks]`; Nones without."""
-    if q.dtype != DTYPE:
+    if q.dtype not in (DTYPE, INTEGERS):
         if scales is not None:
             raise TypeError(
-                f"{where}: scales are for float8_e4m3fn, got {show(q)}; leave them "
-                "out, or quantize with jax_kvblock.fp8.quantize_qkv"
+                f"{where}: scales are for 8 bits, got {show(q)}; leave them out, or "
+                "quantize with jax_kvblock.fp8.quantize_qkv"
             )
         return None, None, None
     if not isinstance(scales, AttentionScales):
         raise TypeError(
-            f"{where}: float8_e4m3fn needs scales=AttentionScales(q, k, v), got "
+            f"{where}: {q.dtype} needs scales=AttentionScales(q, k, v), got "
             f"{type(scales).__name__}; jax_kvblock.fp8.quantize_qkv makes them"
         )
     batch = q.shape[0]

@@ -11,7 +11,9 @@ from jax_kvblock.attention.cuda import MAX_HEAD_DIM
 from jax_kvblock.core.checks import check_array, check_static, show
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
-NARROW = jnp.float8_e4m3fn  # with scales, where a signature says so
+# With scales, where a signature says so: queries and keys, and the values beside them.
+NARROW = (jnp.float8_e4m3fn, jnp.int8)
+NARROW_VALUES = jnp.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,15 @@ def _check_dtype(
     where: str, signature: Signature, arrays: dict[str, Any], name: str
 ) -> None:
     x, (first, q) = arrays[name], next(iter(arrays.items()))
-    if x.dtype not in FLOATS and not (signature.narrow and x.dtype == NARROW):
+    narrow = signature.narrow and q.dtype in NARROW
+    if narrow and name == signature.names[2]:
+        if x.dtype != NARROW_VALUES:
+            raise TypeError(
+                f"{where}: {name} must be float8_e4m3fn beside {first} in {q.dtype}, "
+                f"got {show(x)}; jax_kvblock.fp8.quantize_qkv makes all three"
+            )
+        return
+    if x.dtype not in FLOATS and not (narrow and x.dtype in NARROW):
         raise TypeError(
             f"{where}: {name} must be bfloat16, float16 or float32, got {show(x)}; "
             "cast it with .astype(jnp.bfloat16)"

@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_kvblock.attention.eight_bits import SCALE_ROWS
+import numpy as np
+
+from jax_kvblock.attention.eight_bits import DTYPE, INTEGERS, SCALE_ROWS
 from jax_kvblock.fp8.config import Shared
 
 
@@ -23,12 +25,19 @@ class Way:
       centred: the mean of each head's rows is taken from them.
       turned: rows are turned by the orthogonal matrix of their dim.
       lengths: which operand of lengths says how many rows count; None: all.
+      integers: codes are int8, not e4m3.
     """
 
     shared: Shared
     centred: bool = False
     turned: bool = False
     lengths: int | None = None
+    integers: bool = False
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the codes."""
+        return INTEGERS if self.integers else DTYPE
 
     @property
     def num_results(self) -> int:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.attention.eight_bits import DTYPE
 from jax_kvblock.core import ffi
 from jax_kvblock.fp8.call import Quantize, Way, blocks_of, shapes_of
 
@@ -70,7 +69,7 @@ def quantize(call: Quantize, *operands: jax.Array) -> list[jax.Array]:
     results = []
     for way, x in zip(call.ways, call.arrays(operands), strict=True):
         for i, shape in enumerate(shapes_of(way, x.shape)):
-            results.append(jax.ShapeDtypeStruct(shape, jnp.float32 if i else DTYPE))
+            results.append(jax.ShapeDtypeStruct(shape, jnp.float32 if i else way.dtype))
     numbers = sum(
         _workspace(way, x.shape)
         for way, x in zip(call.ways, call.arrays(operands), strict=True)
@@ -84,6 +83,7 @@ def quantize(call: Quantize, *operands: jax.Array) -> list[jax.Array]:
             way.centred,
             way.turned,
             -1 if way.lengths is None else way.lengths,
+            way.integers,
         )
         for way in call.ways
     ]

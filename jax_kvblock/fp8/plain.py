@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.attention.eight_bits import DTYPE, SCALE_ROWS
+from jax_kvblock.attention.eight_bits import DTYPE, INTEGERS, SCALE_ROWS
 from jax_kvblock.fp8.call import Quantize, Way, blocks_of
-from jax_kvblock.fp8.config import Shared
 
-LARGEST = 448.0  # of e4m3
-# A product, which is the same everywhere: XLA makes one of some divisions.
-INVERSE = np.float32(1 / LARGEST)
+LARGEST = {DTYPE: 448.0, INTEGERS: 127.0}
 SMALLEST = np.float32(2.0**-126)  # of a scale: float32's smallest with all its digits
 # Which columns change their sign, 32 to a word: digits of pi.
 SIGNS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -37,7 +34,7 @@ def _quantize(way: Way, x: jax.Array, lens: jax.Array | None) -> list[jax.Array]
     if mean is not None:
         centre = _turned(mean) if way.turned else mean
         y = real_rows(y - centre[:, None], lens)
-    codes, scales = _in_8_bits(y, way.shared)
+    codes, scales = _in_8_bits(y, way)
     return [codes, scales] if mean is None else [codes, scales, mean]
 
 
@@ -91,9 +88,12 @@ def _turned(x: jax.Array) -> jax.Array:
     return made * factor
 
 
-def _in_8_bits(x: jax.Array, shared: Shared) -> tuple[jax.Array, jax.Array]:
+def _in_8_bits(x: jax.Array, way: Way) -> tuple[jax.Array, jax.Array]:
     """The codes of float32 numbers, and their scales `[B, heads, 1 or blocks]`."""
     batch, rows, heads, dim = x.shape
+    shared, most = way.shared, LARGEST[way.dtype]
+    # A product, which is the same everywhere: XLA makes one of some divisions.
+    inverse = np.float32(1 / most)
     blocks = blocks_of(rows) if shared == "block" else 1
     length = SCALE_ROWS if shared == "block" else max(rows, 1)
     padded = jnp.pad(x, ((0, 0), (0, blocks * length - rows), (0, 0), (0, 0)))
@@ -102,7 +102,13 @@ def _in_8_bits(x: jax.Array, shared: Shared) -> tuple[jax.Array, jax.Array]:
     if shared == "tensor":
         largest = jnp.broadcast_to(largest.max(2, keepdims=True), largest.shape)
     # Of zeros any scale serves. A NaN stays one.
-    scales = jnp.where(largest == 0, 1.0, jnp.maximum(largest * INVERSE, SMALLEST))
-    parts = jnp.clip(parts / scales[:, :, None, :, None], -LARGEST, LARGEST)
-    x8 = parts.astype(DTYPE).reshape(batch, blocks * length, heads, dim)[:, :rows]
+    scales = jnp.where(largest == 0, 1.0, jnp.maximum(largest * inverse, SMALLEST))
+    each = scales[:, :, None, :, None]
+    # By the reciprocal, as kernels do and as XLA may rewrite a division: where a number
+    # lies between two integers its last bit decides.
+    parts = parts * (1 / each) if way.integers else parts / each
+    parts = jnp.clip(parts, -most, most)
+    if way.integers:
+        parts = jnp.where(jnp.isnan(parts), 0, jnp.rint(parts))
+    x8 = parts.astype(way.dtype).reshape(batch, blocks * length, heads, dim)[:, :rows]
     return x8, jnp.swapaxes(scales, 1, 2)

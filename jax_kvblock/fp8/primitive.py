@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from jax_kvblock.attention.eight_bits import DTYPE
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.spmd import lower_local, vary_alike
 from jax_kvblock.fp8 import cuda, plain
@@ -49,7 +48,7 @@ def _abstract_eval(*avals: Any, call: Quantize) -> list[Any]:
             results.append(
                 x.update(
                     shape=shape,
-                    dtype=jnp.dtype(jnp.float32 if i else DTYPE),
+                    dtype=jnp.dtype(jnp.float32 if i else way.dtype),
                     weak_type=False,
                     sharding=NamedSharding(x.sharding.mesh, spec),
                 )

@@ -35,7 +35,7 @@ class QuantizedQKV:
     """What `flash_attention(q, k, v, scales=scales)` takes, for these arrays.
 
     Attributes:
-      q, k, v: `float8_e4m3fn`, in the shapes of the arrays.
+      q, k, v: `float8_e4m3fn`, or q and k int8, in the shapes of the arrays.
       scales: float32, `AttentionScales`.
       shift: float32 `[B, T, N]`: scale-free products of the queries with the mean that
         was taken from the keys, or None. `scale * shift` is what the log-sum-exp of
@@ -59,7 +59,7 @@ def quantize_qkv(
     kv_lens: Integers | None = None,
     implementation: str | None = None,
 ) -> QuantizedQKV:
-    """q, k and v as `float8_e4m3fn` and scales; works under jit, vmap and sharding.
+    """q, k and v in 8 bits, and their scales; works under jit, vmap and sharding.
 
     Numbers are divided by their scale and rounded to nearest, ties to even.
 
@@ -116,10 +116,14 @@ def _quantize(
     lens = [x for x in (q_lens, kv_lens) if x is not None]
     of_q = None if q_lens is None else 0
     of_kv = None if kv_lens is None else len(lens) - 1
-    smooth, rotate = config.smooth_keys, config.rotate
+    smooth = config.smooth_keys
+    both: dict[str, Any] = {
+        "turned": config.rotate,
+        "integers": config.qk_dtype == "int8",
+    }
     ways = (
-        Way(config.queries, turned=rotate, lengths=of_q),
-        Way(config.keys, centred=smooth, turned=rotate, lengths=of_kv),
+        Way(config.queries, lengths=of_q, **both),
+        Way(config.keys, centred=smooth, lengths=of_kv, **both),
         Way(config.values, lengths=of_kv),
     )
     call = Quantize("quantize_qkv", ways, implementation)

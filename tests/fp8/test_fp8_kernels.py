@@ -16,6 +16,7 @@ from served_kernels import skip_unless_served
 
 from jax_kvblock import AttentionScales, flash_attention
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
+from jax_kvblock.fp8.quantize import QuantizedQKV
 
 E4M3 = jnp.float8_e4m3fn
 ROW = 0.09  # of a row's size, that a row may be off by
@@ -92,13 +93,18 @@ CASES = {
 }
 
 
+OF_SCORES = pytest.mark.parametrize("qk_dtype", ["float8_e4m3fn", "int8"])
+
+
+@OF_SCORES
 @pytest.mark.parametrize("shared", ["tensor", "head", "block"])
 @pytest.mark.parametrize("name", CASES)
-def test_as_float64(name, shared, rng):
+def test_as_float64(name, shared, qk_dtype, rng):
     sizes, options = CASES[name]
     q, k, v = arrays(rng, *sizes)
     q = q * jnp.asarray(rng.uniform(0.1, 3, (*q.shape[:2], 1, 1)), jnp.bfloat16)
-    x = quantize_qkv(q, k, v, FP8AttentionConfig(shared, shared))
+    config = FP8AttentionConfig(shared, shared, qk_dtype=qk_dtype)
+    x = quantize_qkv(q, k, v, config)
     attend = jax.jit(functools.partial(flash_attention, return_lse=True, **options))
     got = attend(x.q, x.k, x.v, scales=x.scales)
     i, j = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])[None]
@@ -109,18 +115,20 @@ def test_as_float64(name, shared, rng):
     agree(got, truth(x, mask, q.shape[-1] ** -0.5))
 
 
-def test_lengths_offsets_and_what_is_never_read(rng):
+@OF_SCORES
+def test_lengths_offsets_and_what_is_never_read(qk_dtype, rng):
     q, k, v = arrays(rng, 4, 300, 400, 4, 2, 128)
     q_lens, kv_lens = np.array([300, 17, 0, 299]), np.array([400, 129, 50, 0])
-    x = quantize_qkv(q, k, v, q_lens=q_lens, kv_lens=kv_lens)
+    config = FP8AttentionConfig(qk_dtype=qk_dtype)
+    x = quantize_qkv(q, k, v, config, q_lens=q_lens, kv_lens=kv_lens)
 
     def spoiled(a, lens):
         beyond = np.arange(a.shape[1])[None] >= lens[:, None]
-        return jnp.where(beyond[..., None, None], jnp.nan, a.astype(jnp.float32))
+        bad = 127 if a.dtype == jnp.int8 else jnp.nan
+        return jnp.where(beyond[..., None, None], jnp.asarray(bad, a.dtype), a)
 
     q8, k8, v8 = (
-        spoiled(a, lens).astype(E4M3)
-        for a, lens in ((x.q, q_lens), (x.k, kv_lens), (x.v, kv_lens))
+        spoiled(a, lens) for a, lens in ((x.q, q_lens), (x.k, kv_lens), (x.v, kv_lens))
     )
     options = dict(q_lens=q_lens, kv_lens=kv_lens, q_offset=np.array([100, 0, 7, 3]))
     got = flash_attention(
@@ -167,13 +175,30 @@ def test_equal_scores_give_the_mean_to_the_last_bit_but_one(dim, causal, rng):
     assert np.abs(lse - np.log(counts)[None, :, None]).max() < 1e-4
 
 
+@pytest.mark.parametrize("largest", [-128, 127])
+def test_the_largest_sums_of_integers(largest, rng):
+    """Of all columns the same sign: a score is the largest there is, or the least."""
+    q = np.full((1, 300, 2, 128), largest, np.int8)
+    q[:, ::3] = -127
+    k = np.full((1, 700, 1, 128), largest, np.int8)
+    k[:, rng.random(700) < 0.5] = 127
+    v = jnp.asarray(rng.normal(size=(1, 700, 1, 128)), E4M3)
+    scales = AttentionScales(ones(1, 2), ones(1, 1), ones(1, 1))
+    x = QuantizedQKV(jnp.asarray(q), jnp.asarray(k), v, scales, None)
+    got = flash_attention(
+        x.q, x.k, v, scales=scales, causal=True, scale=2.0**-19, return_lse=True
+    )
+    agree(got, truth(x, np.tri(300, 700, dtype=bool)[None], 2.0**-19))
+
+
+@OF_SCORES
 @pytest.mark.parametrize("dim", [64, 128])
-def test_each_query_finds_its_key(dim, rng):
+def test_each_query_finds_its_key(dim, qk_dtype, rng):
     """One key's probability is 1, the others' vanish: no key is another's."""
     t = s = 1111
     signs = rng.choice([-1.0, 1.0], (s, dim))
     mine = rng.integers(0, s, t)
-    q, k = jnp.asarray(signs[mine] * 4, E4M3), jnp.asarray(signs, E4M3)
+    q, k = jnp.asarray(signs[mine] * 4, qk_dtype), jnp.asarray(signs, qk_dtype)
     v = jnp.asarray(rng.normal(size=(s, dim)), E4M3)
     scales = AttentionScales(*(jnp.float32(1),) * 3)
     out = flash_attention(
@@ -194,19 +219,23 @@ def test_long_sums_are_float32(rng):
     assert np.abs(lse - np.log(s)).max() < 1e-4
 
 
-def test_scores_that_grow_from_tile_to_tile(rng):
+@OF_SCORES
+def test_scores_that_grow_from_tile_to_tile(qk_dtype, rng):
     """References move with every tile, and O with them."""
     q, k, v = arrays(rng, 1, 256, 2048, 2, 2, 128)
     k = k * jnp.linspace(0.1, 8, 2048, dtype=jnp.bfloat16)[None, :, None, None]
-    x = quantize_qkv(q, k, v, FP8AttentionConfig(smooth_keys=False))
+    config = FP8AttentionConfig(smooth_keys=False, qk_dtype=qk_dtype)
+    x = quantize_qkv(q, k, v, config)
     got = flash_attention(x.q, x.k, x.v, scales=x.scales, return_lse=True)
     agree(got, truth(x, np.ones((1, 256, 2048), bool), 128**-0.5))
 
 
+@OF_SCORES
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("scale", [-1.0, np.nan])
-def test_bad_scales_make_nan_of_what_they_reach(name, scale, rng):
-    x = quantize_qkv(*arrays(rng, 2, 200, 200, 4, 2, 64), FP8AttentionConfig("head"))
+def test_bad_scales_make_nan_of_what_they_reach(name, scale, qk_dtype, rng):
+    config = FP8AttentionConfig("head", qk_dtype=qk_dtype)
+    x = quantize_qkv(*arrays(rng, 2, 200, 200, 4, 2, 64), config)
     given = {n: getattr(x.scales, n) for n in "qkv"}
     given[name] = given[name].at[1, 1].set(scale)
     out, lse = flash_attention(
@@ -220,9 +249,11 @@ def test_bad_scales_make_nan_of_what_they_reach(name, scale, rng):
         assert (jnp.isnan(lse).any(1) == reached).all()
 
 
-def test_scales_of_zero(rng):
+@OF_SCORES
+def test_scales_of_zero(qk_dtype, rng):
     """Keys that stand for zeros: all scores are equal."""
-    x = quantize_qkv(*arrays(rng, 1, 200, 300, 2, 2, 64))
+    config = FP8AttentionConfig(qk_dtype=qk_dtype)
+    x = quantize_qkv(*arrays(rng, 1, 200, 300, 2, 2, 64), config)
     zeros = AttentionScales(x.scales.q, x.scales.k * 0, x.scales.v)
     out, lse = flash_attention(x.q, x.k, x.v, scales=zeros, return_lse=True)
     mean = widened(x.v, x.scales.v).mean(1, keepdims=True)

@@ -23,9 +23,11 @@ from jax_kvblock.fp8.quantize import QuantizedQKV
 
 LENS = {"q_lens": np.array([300, 131]), "kv_lens": np.array([259, 17])}
 CONFIGS = {
-    f"{queries}, {keys}, {values}{', smooth' * smooth}{', rotate' * rotate}": (
-        FP8AttentionConfig(queries, keys, values, smooth, rotate)
+    f"{qk_dtype}, " * (qk_dtype == "int8")
+    + f"{queries}, {keys}, {values}{', smooth' * smooth}{', rotate' * rotate}": (
+        FP8AttentionConfig(queries, keys, values, smooth, rotate, qk_dtype)
     )
+    for qk_dtype in ("float8_e4m3fn", "int8")
     for queries, keys, values in (
         ("block", "block", "head"),
         ("head", "tensor", "tensor"),
@@ -67,16 +69,15 @@ def judge(
         np.testing.assert_allclose(x.shift, shift, rtol=1e-4, atol=1e-3)
     else:
         assert x.shift is None
-    hold_one(x, "q", q, config.queries, None, config.rotate, q_lens)
-    hold_one(x, "k", k, config.keys, mean, config.rotate, kv_lens)
-    hold_one(x, "v", v, config.values, None, False, kv_lens)
+    how = {"turned": config.rotate, "integers": config.qk_dtype == "int8"}
+    hold_one(x, "q", q, None, shared=config.queries, lens=q_lens, **how)
+    hold_one(x, "k", k, mean, shared=config.keys, lens=kv_lens, **how)
+    hold_one(x, "v", v, None, shared=config.values, lens=kv_lens)
 
 
-def hold_one(
-    x: QuantizedQKV, name: str, a: Any, shared: str, mean: Any, turned: bool, lens: Any
-) -> None:
+def hold_one(x: QuantizedQKV, name: str, a: Any, mean: Any, **how: Any) -> None:
     codes, scales = np.asarray(getattr(x, name)), np.asarray(getattr(x.scales, name))
-    hold(a, codes, scales, mean, shared=shared, turned=turned, lens=lens)
+    hold(a, codes, scales, mean, **how)
 
 
 def alike(x: QuantizedQKV, y: QuantizedQKV) -> None:

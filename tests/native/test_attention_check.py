@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_launches import Attention, BlockScales, driver
+from attention_launches import I8, Attention, BlockScales, driver
 from c_interface import (
     BACKWARD_BIAS,
     BACKWARD_KV,
@@ -96,13 +96,15 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
         )
     ),
     (FORWARD, NARROW, "ok"),
-    (BACKWARD_KV, {**NARROW, "dq": None}, "KVBLOCK_E4M3 in a forward pass, got 3"),
-    (FORWARD, {**NARROW, "kernels": 0}, "KVBLOCK_E4M3 is for the sm_90a kernels"),
+    (FORWARD, {**NARROW, "dtype": I8}, "ok"),
+    (FORWARD, {**NARROW, "dtype": I8, "kernels": 0}, "8 bits are for the sm_90a"),
+    (BACKWARD_KV, {**NARROW, "dq": None}, "or KVBLOCK_I8 in a forward pass, got 3"),
+    (FORWARD, {**NARROW, "kernels": 0}, "8 bits are for the sm_90a kernels"),
     (FORWARD, {**NARROW, "head_dim": 24}, "multiples of 16 up to 128, got 24"),
     (FORWARD, {**NARROW, "value_dim": 144}, "multiples of 16 up to 128, got 144"),
-    (FORWARD, {**NARROW, "workspace": None}, "KVBLOCK_E4M3 needs a workspace"),
+    (FORWARD, {**NARROW, "workspace": None}, "8 bits need a workspace"),
     *(
-        (FORWARD, {**NARROW, **more}, "KVBLOCK_E4M3 is for a scale above 0")
+        (FORWARD, {**NARROW, **more}, "8 bits are for a scale above 0")
         for more in (
             {"scale": 0.0},
             {"softcap": 5.0},
@@ -137,7 +139,7 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
     (
         FORWARD,
         {"q_scales": BlockScales(ARRAY, 1, 1)},
-        "q_scales, k_scales and v_scales are for KVBLOCK_E4M3",
+        "q_scales, k_scales and v_scales are for 8 bits",
     ),
     (BACKWARD_KV, {"lse": None}, "lse is NULL"),
     (BACKWARD_Q, DQ, "ok"),

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from attention_launches import E4M3, SM90, Attention, BlockScales, workspace_bytes
+from attention_launches import E4M3, I8, SM90, Attention, BlockScales, workspace_bytes
 from paged_problems import HostMemory
 
 pytestmark = pytest.mark.wide
@@ -39,7 +39,7 @@ def emulated(request, fp8_library: Path) -> Iterator[ctypes.CDLL]:
 
 @dataclasses.dataclass
 class Problem:
-    """Arrays of e4m3, `[B, T, heads, dim]`, their scales, and options."""
+    """Arrays of e4m3, or q and k of int8, `[B, T, heads, dim]`; scales, and options."""
 
     q: np.ndarray
     k: np.ndarray
@@ -110,7 +110,8 @@ def attend(library: ctypes.CDLL, x: Problem) -> tuple[np.ndarray, np.ndarray]:
     """out and lse in float64; nothing is written beside them."""
     memory = HostMemory()
     (batch, t, heads, dim), (_, s, kv_heads, value_dim) = x.q.shape, x.v.shape
-    a = Attention(kernels=SM90, dtype=E4M3, batch=batch, num_heads=heads)
+    dtype = I8 if x.q.dtype == np.int8 else E4M3
+    a = Attention(kernels=SM90, dtype=dtype, batch=batch, num_heads=heads)
     a.num_kv_heads, a.q_len, a.kv_len = kv_heads, t, s
     a.head_dim, a.value_dim, a.scale = dim, value_dim, x.scale
     a.window_left, a.window_right = x.window
@@ -157,24 +158,29 @@ def agree(library: ctypes.CDLL, x: Problem) -> None:
     assert (np.abs(lse[~nothing] - lse_is[~nothing]) <= LSE).all()
 
 
-def narrowed(x: np.ndarray, shared: str) -> tuple[np.ndarray, np.ndarray]:
-    """`[B, T, heads, dim]` in e4m3, and the scales: of each head, or of its blocks."""
+def narrowed(
+    x: np.ndarray, shared: str, dtype: Any = NARROW
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[B, T, heads, dim]` in 8 bits, and scales: of each head, or of its blocks."""
+    largest = 127 if dtype == np.int8 else 448
     rows = max(x.shape[1], 1) if shared == "head" else BLOCK
     parts = [x[:, i : i + rows] for i in range(0, x.shape[1], rows)]
     parts = parts or [np.zeros_like(x, shape=(len(x), 1, *x.shape[2:]))]
-    scales = np.stack([np.abs(part).max((1, 3)) / 448 for part in parts], -1)
+    scales = np.stack([np.abs(part).max((1, 3)) / largest for part in parts], -1)
     scales = np.maximum(scales, 1e-9).astype(np.float32)
     each = np.repeat(scales.swapaxes(1, 2), rows, 1)[:, : x.shape[1], :, None]
-    return (x / each).astype(NARROW), scales
+    exact = x / each
+    return (np.rint(exact) if dtype == np.int8 else exact).astype(dtype), scales
 
 
 def drawn(
     rng: np.random.Generator,
     sizes: tuple[int, ...],
     shared: str = "block",
+    dtype: Any = NARROW,
     **options: Any,
 ) -> Problem:
-    """Random numbers; blocks differ in size, and so do rows of q."""
+    """Random numbers; blocks differ in size, and so do rows of q. dtype: of q and k."""
     b, t, s, n, k, d, e = (*sizes, sizes[5])[:7]
     q = rng.normal(size=(b, t, n, d)) * rng.uniform(0.1, 3, (b, t, 1, 1))
     keys = rng.normal(size=(b, s, k, d))
@@ -182,7 +188,8 @@ def drawn(
     values = rng.normal(size=(b, s, k, e)) * rng.uniform(0.5, 2, (b, 1, k, 1))
     arrays, scales = {}, {}
     for name, x in (("q", q), ("k", keys), ("v", values)):
-        arrays[name], scales[name] = narrowed(x, "head" if name == "v" else shared)
+        how = ("head", NARROW) if name == "v" else (shared, dtype)
+        arrays[name], scales[name] = narrowed(x, *how)
     return Problem(**arrays, scales=scales, scale=d**-0.5, **options)
 
 
@@ -204,11 +211,15 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], bool]] = {
 }
 
 
+OF_SCORES = pytest.mark.parametrize("dtype", [NARROW, np.int8], ids=["e4m3", "int8"])
+
+
+@OF_SCORES
 @pytest.mark.parametrize("shared", ["head", "block"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_row_is_right(name, shared, rng, emulated):
+def test_every_row_is_right(name, shared, dtype, rng, emulated):
     sizes, options, clustered = CASES[name]
-    agree(emulated, drawn(rng, sizes, shared, **options))
+    agree(emulated, drawn(rng, sizes, shared, dtype, **options))
     assert (emulated.emulator_clustered_ctas() > 0) == clustered
 
 
@@ -219,9 +230,10 @@ LENGTHS = {
 }
 
 
+@OF_SCORES
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (150, 20)])
-def test_what_lies_beyond_lengths_is_never_seen(window, rng, emulated):
-    x = drawn(rng, (4, 300, 390, 2, 1, 64), window=window, **LENGTHS)
+def test_what_lies_beyond_lengths_is_never_seen(window, dtype, rng, emulated):
+    x = drawn(rng, (4, 300, 390, 2, 1, 64), dtype=dtype, window=window, **LENGTHS)
     for name, lens in (("q", x.q_lens), ("k", x.kv_lens), ("v", x.kv_lens)):
         array = getattr(x, name).view(np.uint8)
         for b, length in enumerate(lens):
@@ -242,9 +254,10 @@ def test_sinks(rng, emulated):
     agree(emulated, dataclasses.replace(x, sinks=np.array([0.5, 6.0])))
 
 
-def test_scores_that_grow_from_tile_to_tile(rng, emulated):
+@OF_SCORES
+def test_scores_that_grow_from_tile_to_tile(dtype, rng, emulated):
     """References move with every tile, and with them O, and sums of tiles before."""
-    x = drawn(rng, (1, 130, 900, 2, 2, 128))
+    x = drawn(rng, (1, 130, 900, 2, 2, 128), dtype=dtype)
     x.scales["k"] = x.scales["k"] * np.float32([0.1, 1, 2, 3, 4, 5, 7, 9])
     agree(emulated, x)
 
@@ -307,23 +320,38 @@ def test_equal_scores_give_the_mean(dim, causal, rng, emulated):
     assert np.abs(lse - lse_is).max() < 1e-4
 
 
+@pytest.mark.parametrize("value_dim", [64, 128])
+@pytest.mark.parametrize("largest", [-128, 127])
+def test_the_largest_sums_of_integers(largest, value_dim, rng, emulated):
+    """Of all columns the same sign: a score is the largest there is, or the least."""
+    q = np.full((1, 130, 2, 128), largest, np.int8)
+    q[:, ::3] = -127
+    k = np.full((1, 300, 1, 128), largest, np.int8)
+    k[:, rng.random(300) < 0.5] = 127
+    v, scales = narrowed(rng.normal(size=(1, 300, 1, value_dim)), "head")
+    agree(emulated, Problem(q, k, v, {"v": scales}, scale=2.0**-19, window=(-1, 0)))
+
+
+@OF_SCORES
 @pytest.mark.parametrize("dim", [64, 128])
-def test_each_query_finds_its_key(dim, rng, emulated):
+def test_each_query_finds_its_key(dim, dtype, rng, emulated):
     """One key's probability is 1, the others' vanish: no key is another's."""
     s = 300
     signs = rng.choice([-1.0, 1.0], (s, dim))
     mine = rng.permutation(s)
     v = rng.normal(size=(s, dim)).astype(NARROW)
-    q, k = (signs[mine] * 4).astype(NARROW), signs.astype(NARROW)
+    q, k = (signs[mine] * 4).astype(dtype), signs.astype(dtype)
     x = Problem(q[None, :, None], k[None, :, None], v[None, :, None])
-    out, _ = attend(emulated, x)
+    out, lse = attend(emulated, x)
     assert (out[0, :, 0] == v[mine].astype(np.float64)).all()
+    assert (np.abs(lse - 4 * dim) < LSE).all()
 
 
+@OF_SCORES
 @pytest.mark.parametrize("name", "qkv")
 @pytest.mark.parametrize("scale", [-1.0, np.nan])
-def test_bad_scales_make_nan_of_what_they_reach(name, scale, rng, emulated):
-    x = drawn(rng, (2, 130, 140, 4, 2, 64), "head")
+def test_bad_scales_make_nan_of_what_they_reach(name, scale, dtype, rng, emulated):
+    x = drawn(rng, (2, 130, 140, 4, 2, 64), "head", dtype)
     x.scales[name][1, 1] = scale
     out, lse = attend(emulated, x)
     reached = np.zeros((2, 4), bool)
@@ -334,10 +362,11 @@ def test_bad_scales_make_nan_of_what_they_reach(name, scale, rng, emulated):
         assert (np.isnan(lse).all(2) == reached).all()
 
 
+@OF_SCORES
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (60, 9)])
-def test_scales_of_zero(window, rng, emulated):
+def test_scales_of_zero(window, dtype, rng, emulated):
     """Keys that stand for zeros: all scores are equal."""
-    x = drawn(rng, (1, 260, 260, 2, 2, 64), window=window)
+    x = drawn(rng, (1, 260, 260, 2, 2, 64), dtype=dtype, window=window)
     x.scales["k"][:] = 0
     out, lse = attend(emulated, x)
     mean, lse_is = x.truth()

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 BF16, F16, F32, E4M3 = range(4)
-SIZES = {BF16: 2, F16: 2, F32: 4, E4M3: 1}
+I8 = 5  # of q and k; v is e4m3
+SIZES = {BF16: 2, F16: 2, F32: 4, E4M3: 1, I8: 1}
 HIGHEST, DEFAULT = range(2)  # of float32
 GENERIC, SM90 = range(2)
 # Of keys and of values: all that the kernels are compiled for.

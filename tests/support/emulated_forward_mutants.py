@@ -8,6 +8,7 @@ FORWARD = f"{HOPPER}/forward"
 DROPOUT, DROPPED = f"{MASK}/dropout.cuh", test("test_emulated_sm90", "dropout and 64")
 NARROW = test("test_emulated_fp8", "every_row")
 NARROW_SCALES = test("test_emulated_fp8", "scales")
+NARROW_COARSE = test("test_emulated_fp8", "finds_its_key")
 NARROW_PAGED = test("test_emulated_fp8_paged", "every_row and rows")
 FORWARD_EMULATED = (
     Mutant(
@@ -93,6 +94,20 @@ FORWARD_EMULATED = (
         "      ClearOutput(rows);\n      rows.sums",
         "      rows.sums",
         NARROW_SCALES,  # of NaN alone: all else is scaled to 0 by the first reference
+    ),
+    Mutant(
+        "integers: what scores begin with stays in coarse ones",
+        f"{FORWARD}/narrow_rows.cuh",
+        "  for (float& x : rows.s()) x -= kOfZero;\n",
+        "",
+        NARROW_COARSE,
+    ),
+    Mutant(
+        "integers: coarse ones are as fine ones",
+        f"{FORWARD}/narrow_rows.cuh",
+        "kCoarse = 1.0f / 256;",
+        "kCoarse = 256.0f;",
+        NARROW_COARSE,
     ),
     Mutant(
         "8 bits: sums do not follow the reference",

@@ -12,6 +12,7 @@ import numpy as np
 from attention_launches import (
     E4M3,
     F32,
+    I8,
     Attention,
     Backward,
     BlockScales,
@@ -30,6 +31,7 @@ TRANSPOSED = ("tile_indices_t", "tile_counts_t")
 MASKS = ("tile_map", "tile_masks")
 SCALES = ("q_scales", "k_scales", "v_scales")  # here (address, batch, blocks)
 NO_SCALES = (None, 0, 0)
+EIGHT_BITS = (E4M3, I8)
 WIDE = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dq_accum", "workspace")
 NARROW = (
     *("cu_q", "cu_kv", "q_lens", "kv_lens", "shift", "q_segments", "kv_segments"),
@@ -85,9 +87,9 @@ def right(draw: Any, which: int) -> Fields:
     for name, kind in Attention._fields_:
         a[name] = 0 if getattr(kind, "_type_", "P") != "P" else None
     a |= {"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads}
-    dtypes = st.integers(0, E4M3 if which == FORWARD else F32)
+    dtypes = st.sampled_from((0, 1, F32, *(EIGHT_BITS if which == FORWARD else ())))
     a |= {"q_len": draw(size), "kv_len": draw(size), "dtype": draw(dtypes)}
-    narrow = a["dtype"] == E4M3
+    narrow = a["dtype"] in EIGHT_BITS
     most = 16 if a["dtype"] == F32 and which != FORWARD else 32
     step, most = (16, 8) if narrow else (8, most)
     a |= {"head_dim": step * draw(st.integers(1, most)), "scale": 0.125}
@@ -182,7 +184,7 @@ def _dropout(a: Fields) -> bool:
     if a["dropout"] == 0:
         return a["dropout_keys"] is None
     keys = a["dropout_keys"] is not None or a["batch"] == 0
-    if not (0 < a["dropout"] < 128 and keys and a["dtype"] != E4M3):
+    if not (0 < a["dropout"] < 128 and keys and a["dtype"] not in EIGHT_BITS):
         return False
     absent = a["bias"] is None and a[TILES[0]] is None
     return a["kernels"] == 0 or (absent and a["softcap"] == 0 and a["scale"] > 0)
@@ -191,7 +193,7 @@ def _dropout(a: Fields) -> bool:
 def _eight_bits(a: Fields, which: int) -> bool:
     """Scales there and fitting, and nothing that 8 bits do not have."""
     scales = [a[name] for name in SCALES]
-    if a["dtype"] != E4M3:
+    if a["dtype"] not in EIGHT_BITS:
         return which != FORWARD or not any(address for address, _, _ in scales)
     dims = all(a[d] % 16 == 0 and a[d] <= 128 for d in ("head_dim", "value_dim"))
     absent = all(a[name] is None for name in ("cu_q", "bias", TILES[0]))
@@ -221,7 +223,9 @@ def _sizes(a: Fields, which: int) -> bool:
     pairs = a["batch"] * a["num_heads"]
     return (
         a["kernels"] in (0, 1)
-        and (a["dtype"] in (0, 1, F32) or (a["dtype"] == E4M3 and which == FORWARD))
+        and (
+            a["dtype"] in (0, 1, F32) or (a["dtype"] in EIGHT_BITS and which == FORWARD)
+        )
         and a["precision"] in (0, 1)
         and a["batch"] >= 0
         and a["num_heads"] >= 1

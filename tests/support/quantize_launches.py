@@ -32,7 +32,7 @@ class CArray(ctypes.Structure):
         *fields(ctypes.c_int32, "heads dim"),
         *fields(ctypes.c_int64, "batch_stride row_stride head_stride"),
         *fields(ctypes.c_int64, "out_batch_stride out_row_stride out_head_stride"),
-        *fields(ctypes.c_int32, "shared turns"),
+        *fields(ctypes.c_int32, "shared turns integers"),
     ]
 
 
@@ -53,7 +53,7 @@ class Case:
     """An array of a call.
 
     padded: rows of x and of the codes lie apart. heads_first: `[B, heads, rows, dim]`.
-    size: of the numbers; around: what they lie around.
+    size: of the numbers; around: what they lie around. integers: codes are int8.
     """
 
     rows: int
@@ -67,6 +67,7 @@ class Case:
     heads_first: bool = False
     size: float = 1.0
     around: float = 0.0
+    integers: bool = False
 
 
 DEFAULT = [
@@ -116,6 +117,15 @@ CASES: dict[str, list[Case]] = {
     ],
     "large": [Case(130, 1, 64, turned=True, size=4e3)],
     "small": [Case(130, 1, 64, size=3e-5), Case(130, 1, 64, turned=True, size=3e-5)],
+    "integers": [dataclasses.replace(c, integers=i < 2) for i, c in enumerate(DEFAULT)],
+    **{
+        f"integers, {shared}": [
+            Case(150, 2, 96, shared, centred, turned, (130, 150), integers=True)
+            for centred in (False, True)
+            for turned in (False, True)
+        ]
+        for shared in SHARED
+    },
     "far from zero": [Case(200, 2, 128, "head", True, True, around=500.0)],
 }
 
@@ -142,7 +152,8 @@ class Drawn:
             self.cases, self.arrays, results, strict=True
         ):
             lens = None if c.lens is None else np.array(c.lens)
-            hold(x, codes, scales, mean, shared=c.shared, turned=c.turned, lens=lens)
+            how = {"shared": c.shared, "turned": c.turned, "integers": c.integers}
+            hold(x, codes, scales, mean, lens=lens, **how)
 
 
 def laid(x: np.ndarray, c: Case) -> tuple[np.ndarray, list[int], Any]:
@@ -170,10 +181,12 @@ def launch(library: ctypes.CDLL, drawn: Drawn, memory: Any) -> list[Any]:
         a = call.arrays[i]
         a.rows, a.heads, a.dim = x.shape[1:]
         a.shared, a.turns = SHARED.index(c.shared), c.turned
+        a.integers = c.integers
         whole, strides, _ = laid(x, c)
         a.x = memory.place(whole)
         a.batch_stride, a.row_stride, a.head_stride = strides
-        codes, strides, back = laid(np.full(x.shape, 0x55, np.uint8).view(E4M3), c)
+        of = np.int8 if c.integers else E4M3
+        codes, strides, back = laid(np.full(x.shape, 0x55, np.uint8).view(of), c)
         a.out_batch_stride, a.out_row_stride, a.out_head_stride = strides
         blocks = max(-(-a.rows // BLOCK), 1) if c.shared == "block" else 1
         a.out = memory.place(codes)

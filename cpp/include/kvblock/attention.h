@@ -66,9 +66,8 @@ typedef enum kvblock_dtype {
   KVBLOCK_F16 = 1,
   KVBLOCK_F32 = 2,  /* of a bias with any dtype; of q, k, v for the generic kernels */
   KVBLOCK_E4M3 = 3, /* of a forward pass, and of caches (paged_attention.h) */
-  /* Of caches only. */
-  KVBLOCK_E5M2 = 4,
-  KVBLOCK_I8 = 5,
+  KVBLOCK_E5M2 = 4, /* of caches only */
+  KVBLOCK_I8 = 5,   /* as KVBLOCK_E4M3 */
 } kvblock_dtype;
 
 /* Which kernels compute. The sm_90a kernels run on GPUs of compute capability 9.0 alone; what they
@@ -91,7 +90,8 @@ typedef struct kvblock_attention {
   int32_t kernels; /* kvblock_kernels */
   /* Of q, k, v, o, d_o, dq, dk, dv. KVBLOCK_F32 is for the generic kernels, and for gradients with
    * head_dim and value_dim up to 128; KVBLOCK_E4M3 for a forward pass of the sm_90a kernels, whose
-   * o is KVBLOCK_BF16. */
+   * o is KVBLOCK_BF16; KVBLOCK_I8 for the same, where it is that of q and k alone, and v is
+   * KVBLOCK_E4M3. */
   int32_t dtype;
   int32_t batch, num_heads, num_kv_heads;
   int32_t precision;           /* kvblock_precision, of KVBLOCK_F32 */
@@ -168,10 +168,10 @@ typedef struct kvblock_forward {
    * call's keep what they have. For the sm_90a kernels, with lse, head dims up to 128, a scale
    * above 0, and neither softcap, bias, sinks, tiles nor dropout. */
   int32_t joins;
-  /* With dtype KVBLOCK_E4M3, for the sm_90a kernels: q, k and v are products of these and what the
-   * arrays hold, and o is in bfloat16. Probabilities are rounded to e4m3, too. The call has a
-   * workspace, head dims that are multiples of 16 up to 128, a scale above 0, and neither cu_q,
-   * softcap, bias, tiles nor dropout. */
+  /* With dtype KVBLOCK_E4M3 or KVBLOCK_I8, for the sm_90a kernels: q, k and v are products of these
+   * and what the arrays hold, and o is in bfloat16. Probabilities are rounded to e4m3, too. The
+   * call has a workspace, head dims that are multiples of 16 up to 128, a scale above 0, and
+   * neither cu_q, softcap, bias, tiles nor dropout. */
   kvblock_block_scales q_scales, k_scales, v_scales;
 } kvblock_forward;
 

@@ -10,6 +10,8 @@
  *   scale = max |y| * (1 / 448)    over what shares it, at least 2^-126; 1 where all are 0; NaN if one is
  *   out = y / scale                rounded to nearest even, held to -448 .. 448
  *
+ * With `integers` 127 takes the place of 448, and out, y * (1 / scale), is int8, where NaN is 0.
+ *
  * What shares a scale: 128 rows of a head, a head, or all heads of a batch member. Rows from lens[batch]
  * on count for nothing.
  *
@@ -55,7 +57,7 @@ typedef enum kvblock_quantize_shared {
  * are multiples of 16 bytes, out and its strides of 8. */
 typedef struct kvblock_quantize_array {
   const void* x; /* [batch, rows, heads, dim] */
-  void* out;     /* the same in e4m3 */
+  void* out;     /* the same in e4m3, or int8 */
   float* scales; /* [batch, heads, blocks], blocks = max(1, ceil(rows / 128)); else [batch, heads,
                     1] */
   float* mean;   /* [batch, heads, dim], or NULL: nothing is taken away */
@@ -65,7 +67,7 @@ typedef struct kvblock_quantize_array {
   int64_t batch_stride, row_stride, head_stride;             /* of x */
   int64_t out_batch_stride, out_row_stride, out_head_stride; /* of out */
   int32_t shared;                                            /* kvblock_quantize_shared */
-  int32_t turns;                                             /* 0 or 1 */
+  int32_t turns, integers;                                   /* 0 or 1 */
 } kvblock_quantize_array;
 
 typedef struct kvblock_quantize {

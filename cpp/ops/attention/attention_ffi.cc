@@ -97,15 +97,18 @@ void DecodeSizes(Reader* in, const Attributes& attributes, Decoded* out) {
   if (qd.size() != rank || kd.size() != rank || vd.size() != rank) {
     return in->Fail("q, k and v have rank 4, or 3 when packed");
   }
-  if (k.element_type() != out->type || v.element_type() != out->type) {
-    return in->Fail("q, k and v have one dtype");
+  const bool integers = out->type == ffi::DataType::S8;
+  const auto of_values = integers ? ffi::DataType::F8E4M3FN : out->type;
+  if (k.element_type() != out->type || v.element_type() != of_values) {
+    return in->Fail("q, k and v have one dtype, or are int8, int8 and float8_e4m3fn");
   }
   switch (out->type) {
     case ffi::DataType::BF16: a.dtype = KVBLOCK_BF16; break;
     case ffi::DataType::F16: a.dtype = KVBLOCK_F16; break;
     case ffi::DataType::F32: a.dtype = KVBLOCK_F32; break;
     case ffi::DataType::F8E4M3FN: a.dtype = KVBLOCK_E4M3; break;
-    default: return in->Fail("q is bfloat16, float16, float32 or float8_e4m3fn");
+    case ffi::DataType::S8: a.dtype = KVBLOCK_I8; break;
+    default: return in->Fail("q is bfloat16, float16, float32, float8_e4m3fn or int8");
   }
   const size_t lead = rank - 3;
   a.batch = out->packed ? 0 : static_cast<int32_t>(qd[0]);  // packed: from cu_q
@@ -345,7 +348,8 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   f.q_scales = d.q_scales;
   f.k_scales = d.k_scales;
   f.v_scales = d.v_scales;
-  const auto out = d.a.dtype == KVBLOCK_E4M3 ? ffi::DataType::BF16 : d.type;
+  const bool narrow = d.a.dtype == KVBLOCK_E4M3 || d.a.dtype == KVBLOCK_I8;
+  const auto out = narrow ? ffi::DataType::BF16 : d.type;
   if (!in.failed()) {
     const int64_t bytes = AttentionWorkspace(
         d.a.kernels, d.a.dtype, d.a.batch, d.a.q_len, d.a.kv_len, d.a.num_heads, d.a.num_kv_heads,

@@ -69,6 +69,7 @@ void FillIn(const kvblock_quantize& call, const kvblock_quantize_array& from, fl
   to->part_blocks = static_cast<int32_t>(QuantizePartBlocks(from));
   to->shared = from.shared;
   to->turns = from.turns != 0;
+  to->integers = from.integers != 0;
 }
 
 // Some of a call's arrays, and their CTAs.

@@ -25,6 +25,7 @@ enum ArrayNumber {
   kCentred,  // 1: the mean is taken away
   kTurns,
   kLengths,  // which operand of lengths, or -1
+  kIntegers,
   kNumArrayNumbers,
 };
 
@@ -99,6 +100,7 @@ ffi::Error Quantize(void* stream, ffi::RemainingArgs args, ffi::RemainingRets re
     a.dim = static_cast<int32_t>(dims[3]);
     a.shared = static_cast<int32_t>(numbers[kShared]);
     a.turns = numbers[kTurns] != 0;
+    a.integers = numbers[kIntegers] != 0;
     a.x = x.untyped_data();
     SetStrides(2, a.rows, a.heads, a.dim, &a.batch_stride, &a.row_stride, &a.head_stride);
     SetStrides(1, a.rows, a.heads, a.dim, &a.out_batch_stride, &a.out_row_stride,
@@ -114,7 +116,8 @@ ffi::Error Quantize(void* stream, ffi::RemainingArgs args, ffi::RemainingRets re
     const ffi::AnyBuffer out = result(), scales = result();
     const int64_t rows = KVBLOCK_QUANTIZE_ROWS, blocks = (a.rows + rows - 1) / rows;
     const int64_t shares = a.shared == KVBLOCK_QUANTIZE_BLOCK ? std::max<int64_t>(blocks, 1) : 1;
-    if (!Has(out, ffi::DataType::F8E4M3FN, {call.batch, a.rows, a.heads, a.dim}) ||
+    const auto codes = a.integers ? ffi::DataType::S8 : ffi::DataType::F8E4M3FN;
+    if (!Has(out, codes, {call.batch, a.rows, a.heads, a.dim}) ||
         !Has(scales, ffi::DataType::F32, {call.batch, a.heads, shares})) {
       return Invalid("the codes or scales of " + name + " have another shape or dtype");
     }

@@ -1,4 +1,5 @@
-// Quantization as CUDA kernels: rows of 16 bits become e4m3 and scales (kvblock/quantize.h).
+// Quantization as CUDA kernels: rows of 16 bits become e4m3 or int8, and scales
+// (kvblock/quantize.h).
 //
 // QuantizeTiles does it. A CTA has a tile, 128 rows of one head, and a warp 16 of them, all in
 // registers, laid out as operands of mma (device/mma.cuh): lane l has of rows l / 4 and l / 4 + 8
@@ -48,7 +49,7 @@ struct QuantizeArray {
   int32_t rows, heads, dim;
   int32_t blocks, parts, part_blocks;
   int32_t shared;
-  bool turns;
+  bool turns, integers;
   // Its CTAs, in this launch: they end here, and begin where those of the array before end.
   int32_t end;
   FastDiv of_heads, of_pieces;
@@ -476,8 +477,9 @@ __device__ __forceinline__ float LargestOfParts(const QuantizeArray& a, const Qu
   return MaxOfWarp(largest);
 }
 
-__device__ __forceinline__ float ScaleOf(float largest) {
-  return largest == 0.0f ? 1.0f : MaxOrNan(largest * (1.0f / 448.0f), 0x1p-126f);
+__device__ __forceinline__ float ScaleOf(float largest, bool integers) {
+  const float inverse = integers ? 1.0f / 127.0f : 1.0f / 448.0f;
+  return largest == 0.0f ? 1.0f : MaxOrNan(largest * inverse, 0x1p-126f);
 }
 
 // kWrites: a tile each. Else the largest of a part, tile after tile.
@@ -543,7 +545,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
     const bool of_block = a.shared == KVBLOCK_QUANTIZE_BLOCK;
     const float largest =
         of_block ? MaxOfCta(Tile::Largest(y), of_warps) * factor : LargestOfParts(a, at);
-    const float scale = ScaleOf(largest);
+    const float scale = ScaleOf(largest, a.integers);
     if (threadIdx.x == 0 && (of_block || block == 0)) {
       a.scales[of_block ? at.pair * a.blocks + block : at.pair] = scale;
     }
@@ -551,10 +553,19 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
     const int count = a.rows - static_cast<int>(row);
     char* const to = a.out + at.batch * a.out_batch_stride + at.head * a.out_head_stride +
                      uint64_t{row} * a.out_row_stride + t * Tile::kWide;
-    if (a.turns) {
+    // `of`: a number over its scale.
+    const auto store = [&](auto of) {
+      if (a.integers) {
+        Tile::Store(to, a.out_row_stride, count, y,
+                    [=](float one, float two) { return PairToInt8(of(one), of(two)); });
+      } else {
+        Tile::Store(to, a.out_row_stride, count, y,
+                    [=](float one, float two) { return PairToE4m3(of(one), of(two)); });
+      }
+    };
+    if (a.turns || a.integers) {
       const float times = factor / scale;
-      Tile::Store(to, a.out_row_stride, count, y,
-                  [=](float one, float two) { return PairToE4m3(one * times, two * times); });
+      store([=](float x) { return x * times; });
     } else {
       // Below, what is missing of x might be less than the smallest number.
       const bool small = scale < 0x1p-60f;
@@ -568,9 +579,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
           }
         }
       }
-      const QuantizeDivision divide(small ? scale * 0x1p64f : scale);
-      Tile::Store(to, a.out_row_stride, count, y,
-                  [=](float one, float two) { return PairToE4m3(divide(one), divide(two)); });
+      store(QuantizeDivision(small ? scale * 0x1p64f : scale));
     }
   }
 }

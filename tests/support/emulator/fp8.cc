@@ -19,12 +19,15 @@ const char* LaunchBackwardBias(const AttentionCall&, cudaStream_t) { return "not
 namespace kvblock::hopper {
 const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return "not of 8 bits"; }
 const char* LaunchForward(const AttentionCall& a, cudaStream_t stream) {
-  if (a.dtype != KVBLOCK_E4M3) return "8 bits alone are emulated here";
-  if (std::max(a.head_dim, a.value_dim) <= 64) return LaunchNarrowOf<64>(a, stream);
+  if (!IsNarrow(a)) return "8 bits alone are emulated here";
+  const bool integers = a.dtype == KVBLOCK_I8;
+  if (std::max(a.head_dim, a.value_dim) <= 64) {
+    return integers ? LaunchNarrowOf<Int8, 64>(a, stream) : LaunchNarrowOf<E4m3, 64>(a, stream);
+  }
 #if KVBLOCK_CHECK_RACES
   return "the race checker has head dims up to 64";
 #else
-  return LaunchNarrowOf<128>(a, stream);
+  return integers ? LaunchNarrowOf<Int8, 128>(a, stream) : LaunchNarrowOf<E4m3, 128>(a, stream);
 #endif
 }
 }  // namespace kvblock::hopper

@@ -20,7 +20,7 @@ inline bool IsRefused(const CUtensorMap& map) {
 }
 
 const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int heads) {
-  const int bytes = a.dtype == KVBLOCK_E4M3 ? 1 : 2;
+  const int bytes = IsNarrow(a) ? 1 : 2;
   *map = {static_cast<const char*>(a.data),
           {a.dim, a.heads, a.rows, a.batch, 1},
           {bytes, a.head_stride, a.row_stride, a.batch_stride, 0},
@@ -28,7 +28,7 @@ const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int he
   return IsRefused(*map) ? "the emulator refused a tensor map" : nullptr;
 }
 bool MakeTensorMap(const BlockArray& a, int rows, CUtensorMap* map) {
-  const int bytes = a.dtype == KVBLOCK_E4M3 ? 1 : 2;
+  const int bytes = IsNarrow(a) ? 1 : 2;
   *map = {static_cast<const char*>(a.data),
           {a.sizes[0], a.sizes[1], a.sizes[2], a.sizes[3], a.sizes[4]},
           {bytes, a.strides[0], a.strides[1], a.strides[2], a.strides[3]},

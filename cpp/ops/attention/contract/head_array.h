@@ -19,7 +19,7 @@ struct HeadArray {
 // Dense [batch, rows, heads, dim].
 inline HeadArray DenseHeads(const void* data, int32_t dtype, int64_t batch, int64_t rows,
                             int64_t heads, int64_t dim) {
-  const int64_t head_stride = dim * (dtype == KVBLOCK_E4M3 ? 1 : 2);
+  const int64_t head_stride = dim * (dtype == KVBLOCK_E4M3 || dtype == KVBLOCK_I8 ? 1 : 2);
   const int64_t row_stride = heads * head_stride;
   return {data, dtype, batch, rows, heads, dim, rows * row_stride, row_stride, head_stride};
 }

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <string>
 
+#include "host/attention_workspace.h"
 #include "host/message.h"
 #include "kvblock/attention.h"
 #include "ops/attention/hopper/tensor_map.h"
@@ -31,8 +32,8 @@ Encode FindEncode() {
 
 CUtensorMapDataType TypeOf(int32_t dtype) {
   return dtype == KVBLOCK_BF16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-         : dtype == KVBLOCK_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
-                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+         : dtype == KVBLOCK_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                : CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
 }  // namespace
@@ -46,7 +47,7 @@ const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int he
                                cuuint64_t(a.batch)};
   const cuuint64_t strides[3] = {cuuint64_t(a.head_stride), cuuint64_t(a.row_stride),
                                  cuuint64_t(a.batch_stride)};
-  const cuuint32_t columns = a.dtype == KVBLOCK_E4M3 ? 128 : 64;
+  const cuuint32_t columns = IsNarrow(a) ? 128 : 64;
   const cuuint32_t box[4] = {columns, cuuint32_t(heads), cuuint32_t(rows), 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUresult result =
@@ -72,7 +73,7 @@ bool MakeTensorMap(const BlockArray& a, int rows, CUtensorMap* map) {
     if (stride <= 0 || stride >= kMostStride) return false;
     strides[i] = cuuint64_t(stride);
   }
-  const cuuint32_t columns = a.dtype == KVBLOCK_E4M3 ? 128 : 64;
+  const cuuint32_t columns = IsNarrow(a) ? 128 : 64;
   const cuuint32_t box[5] = {columns, 1, cuuint32_t(rows), 1, 1}, steps[5] = {1, 1, 1, 1, 1};
   return encode(map, TypeOf(a.dtype), 5, const_cast<void*>(a.data), sizes, strides, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,

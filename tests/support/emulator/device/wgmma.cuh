@@ -92,12 +92,22 @@ inline const float* const narrow_values = [] {
 }();
 // A row of an operand of 8 bits, as much of it as a product takes: it lies across.
 using NarrowRow = float[32];
+template <typename T>
 EMULATOR_UNSEEN inline void ReadNarrow(uint64_t operand, int row, NarrowRow& to) {
   for (int k = 0; k < 32; ++k) {
     uint8_t bits;
     std::memcpy(&bits, OperandPlace(operand, row, k / 2) + k % 2, 1);
-    to[k] = narrow_values[bits];
+    to[k] = std::is_same_v<T, Int8> ? static_cast<int8_t>(bits) : narrow_values[bits];
   }
+}
+// What a product adds to, whose sum is exact of integers: these are in its bits.
+template <typename T>
+float Added(float to, float sum, bool accumulate) {
+  if constexpr (std::is_same_v<T, Int8>) {
+    const uint32_t before = accumulate ? emulator::Bits(to) : 0;
+    return emulator::Float(before + static_cast<uint32_t>(static_cast<int32_t>(sum)));
+  }
+  return accumulate ? to + sum : sum;
 }
 
 // An operand of so many rows and columns, of 2 bytes, is one that the tensor cores can read: rows
@@ -168,20 +178,21 @@ struct Wgmma {
   }
 
   // The same of 8 bits.
+  template <typename T>
   EMULATOR_UNSEEN static void MultiplyNarrow(float (&d)[kN / 2], const NarrowRow (&rows)[2],
                                              uint64_t b, bool accumulate) {
     const int lane = threadIdx.x % 32;
     for (int n = 0; n < kN / 8; ++n) {
       for (int e = 0; e < 2; ++e) {
         NarrowRow column;
-        ReadNarrow(b, n * 8 + lane % 4 * 2 + e, column);
+        ReadNarrow<T>(b, n * 8 + lane % 4 * 2 + e, column);
         float sum[2] = {};
         for (int k = 0; k < 32; ++k) {
           for (int half = 0; half < 2; ++half) sum[half] += rows[half][k] * column[k];
         }
         for (int half = 0; half < 2; ++half) {
           float& to = d[n * 4 + half * 2 + e];
-          to = accumulate ? to + sum[half] : sum[half];
+          to = Added<T>(to, sum[half], accumulate);
         }
       }
     }
@@ -203,11 +214,11 @@ struct Wgmma {
       }
       ReadB<kB>(b);
     }
-    if constexpr (std::is_same_v<T, E4m3>) {
+    if constexpr (std::is_same_v<T, E4m3> || std::is_same_v<T, Int8>) {
       static_assert(kA == OperandLies::kAcross && kB == OperandLies::kAcross);
       NarrowRow rows[2];
-      for (int half = 0; half < 2; ++half) ReadNarrow(a, row + half * 8, rows[half]);
-      MultiplyNarrow(d, rows, b, accumulate);
+      for (int half = 0; half < 2; ++half) ReadNarrow<T>(a, row + half * 8, rows[half]);
+      MultiplyNarrow<T>(d, rows, b, accumulate);
     } else {
       float rows[2][16];
       for (int half = 0; half < 2; ++half) {
@@ -238,7 +249,7 @@ struct Wgmma {
           rows[half][k] = narrow_values[of[k / 16 * 2 + half] >> (k % 4 * 8) & 0xff];
         }
       }
-      MultiplyNarrow(d, rows, b, accumulate);
+      MultiplyNarrow<T>(d, rows, b, accumulate);
     } else {
       float rows[2][16];
       for (int k = 0; k < 16; ++k) {

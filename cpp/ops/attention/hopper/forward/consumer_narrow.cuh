@@ -24,6 +24,7 @@ __device__ __forceinline__ const typename Traits::Item* Consumer<Traits>::Comput
     const Item* item, Rows<Traits>& rows) {
   BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
   if constexpr (Traits::kPaged) FenceRows();
+  BeginScores(rows);
   WgmmaFence();
   IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
   WgmmaCommit();
@@ -49,6 +50,7 @@ __device__ __forceinline__ const typename Traits::Item* Consumer<Traits>::Comput
     if (!values_there) AwaitValues(values);
     if constexpr (Traits::kPaged) FenceRows();
     flags = TakeStep();
+    BeginScores(rows);
     if (Traits::kTiles.turns) WaitTurn();
     Pin(rows);
     WgmmaFence();

@@ -1,6 +1,7 @@
 // Picks the instance of Hopper's forward kernel.
 #include <algorithm>
 
+#include "device/widen.cuh"
 #include "ops/attention/contract/instances.h"
 #include "ops/attention/hopper/forward/launcher.h"
 
@@ -12,9 +13,12 @@ const char* LaunchForward(const AttentionCall& a, cudaStream_t stream) {
     using In = decltype(instance);
     return LaunchForwardOf<typename In::Type, In::kDim, In::kValue>(a, stream);
   };
+  const bool small = std::max(dim, value_dim) <= 64;
   if (a.dtype == KVBLOCK_E4M3) {
-    return std::max(dim, value_dim) <= 64 ? LaunchNarrowOf<64>(a, stream)
-                                          : LaunchNarrowOf<128>(a, stream);
+    return small ? LaunchNarrowOf<E4m3, 64>(a, stream) : LaunchNarrowOf<E4m3, 128>(a, stream);
+  }
+  if (a.dtype == KVBLOCK_I8) {
+    return small ? LaunchNarrowOf<Int8, 64>(a, stream) : LaunchNarrowOf<Int8, 128>(a, stream);
   }
   const auto fits = [&](int d, int v) { return dim <= d && value_dim <= v; };
   if (fits(64, 64)) return ForType<64, 64>(a, launch);

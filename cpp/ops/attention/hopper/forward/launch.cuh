@@ -24,7 +24,7 @@ HeadArray ValuesOf(const AttentionCall& a) {
   if constexpr (!Traits::kNarrow) return KeyHeads(a, a.v, a.value_dim);
   const int64_t keys = TransposedKeys(a), head = keys * a.value_dim;
   return {static_cast<const char*>(a.workspace) + kTransposedAt,
-          a.dtype,
+          KVBLOCK_E4M3,
           a.batch,
           a.num_kv_heads,
           a.value_dim,
@@ -165,14 +165,14 @@ inline ForwardKind KindOf(const AttentionCall& a) {
   return a.window_left < 0 && a.q_len >= 8192 ? ForwardKind::kBand : ForwardKind::kPlain;
 }
 
-// Calls of 8 bits have a padded head dim for both.
-template <int kDim>
+// Calls of 8 bits have a padded head dim for both; T: E4m3, or Int8 of queries and keys.
+template <typename T, int kDim>
 const char* LaunchNarrowOf(const AttentionCall& a, cudaStream_t stream) {
   const ForwardKind kind = NarrowInstanceOf(KindOf(a));
   if (kind == ForwardKind::kPlain) {
-    return LaunchForwardAs<ForwardTraits<E4m3, kDim, kDim, ForwardKind::kPlain>>(a, stream);
+    return LaunchForwardAs<ForwardTraits<T, kDim, kDim, ForwardKind::kPlain>>(a, stream);
   }
-  return LaunchForwardAs<ForwardTraits<E4m3, kDim, kDim, ForwardKind::kBand>>(a, stream);
+  return LaunchForwardAs<ForwardTraits<T, kDim, kDim, ForwardKind::kBand>>(a, stream);
 }
 
 template <typename T, int kDim, int kValueDim>

@@ -3,7 +3,9 @@
 
 namespace kvblock::hopper {
 
-template const char* LaunchNarrowOf<64>(const AttentionCall&, cudaStream_t);
-template const char* LaunchNarrowOf<128>(const AttentionCall&, cudaStream_t);
+template const char* LaunchNarrowOf<E4m3, 64>(const AttentionCall&, cudaStream_t);
+template const char* LaunchNarrowOf<E4m3, 128>(const AttentionCall&, cudaStream_t);
+template const char* LaunchNarrowOf<Int8, 64>(const AttentionCall&, cudaStream_t);
+template const char* LaunchNarrowOf<Int8, 128>(const AttentionCall&, cudaStream_t);
 
 }  // namespace kvblock::hopper

@@ -8,6 +8,10 @@
 //
 // Beside a probability that is rounded to e4m3 the error is 3.1 % in the root mean square instead
 // of 2.6 %. Since rows are divided by the sum of what the products took, the mean error cancels.
+//
+// Where queries and keys are int8, tensor cores add their products up as integers, exactly, to the
+// bits of a float near 1.5 * 2^23 (kOfZero), which that makes a float with this sum at its end. The
+// fused multiply-add takes its own scale times that away again, so no score is converted.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +24,10 @@ namespace kvblock::hopper {
 // Scores become codes, as the A operand has them: a lane's four of 16 keys are those of columns 2
 // t, 2 t + 1, 8 + 2 t and 9 + 2 t, where products of 8 bits look for 4 t to 4 t + 3: V's keys are
 // in that order (transpose_values.cuh). What is below 2^-7 vanishes. True: one of this thread's
-// would be above 448, or is NaN, and its row needs another reference.
+// would be above 448, or is NaN, and its row needs another reference. `zero`: what scores are more
+// than products.
 template <typename Traits>
-__device__ __forceinline__ bool Codes(Rows<Traits>& rows, float to_log2) {
+__device__ __forceinline__ bool Codes(Rows<Traits>& rows, float to_log2, float zero) {
   constexpr uint32_t kNan = 0x7f;  // the code behind that of 448
   // 8 log2(1 + M / 8) - M is 0.46 in the mean.
   constexpr float kUnit = 1.0f / (1 << 24), kOffset = (8 * 7 - 0.46f) * kUnit;
@@ -32,6 +37,7 @@ __device__ __forceinline__ bool Codes(Rows<Traits>& rows, float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     offset[half] = fmaf(rows.sums.reference[half], -8 * kUnit, kOffset);
+    if constexpr (Traits::kIntegers) offset[half] = fmaf(-zero, scale, offset[half]);
   }
   uint32_t largest[2] = {0, 0};
 #pragma unroll
@@ -50,6 +56,17 @@ __device__ __forceinline__ bool Codes(Rows<Traits>& rows, float to_log2) {
   }
   const uint32_t both = LargestOfHalves(largest[0], largest[1], 0);
   return both >= kNan << 16 || (both & 0xffff) >= kNan;
+}
+
+// Scores of integers as they are, and kOfZero; or, where a step of an integer is many bits of the
+// exponent and kOfZero times it would lose the rest, without it, and 0.
+template <typename Traits>
+__device__ __forceinline__ float LeaveZero(Rows<Traits>& rows, float to_log2) {
+  constexpr float kCoarse = 1.0f / 256;  // kOfZero times this is off by up to 0.002 powers of 2
+  if (!__any_sync(~0u, to_log2 > kCoarse)) return kOfZero;
+#pragma unroll
+  for (float& x : rows.s()) x -= kOfZero;
+  return 0.0f;
 }
 
 // A new reference lies kLifted below the largest score that its row is expected to have: so the
@@ -117,13 +134,19 @@ __device__ __forceinline__ void LiftReferences(RowSums& sums, const float (&max)
 template <typename Traits, typename Exponent>
 __device__ __forceinline__ void FollowingCodes(Rows<Traits>& rows, const Exponent& exponent,
                                                bool first) {
-  if (!first && !__any_sync(~0u, Codes(rows, exponent.to_log2))) return;
+  float zero = 0.0f;  // the score of queries and keys without a product
+  if constexpr (Traits::kIntegers) zero = LeaveZero(rows, exponent.to_log2);
+  if (!first && !__any_sync(~0u, Codes(rows, exponent.to_log2, zero))) return;
   float max[2], room[2], factor[2];
   RowMaxima(rows, max);
   RoomToGrow(rows, max, exponent.to_log2, room);
+  if constexpr (Traits::kIntegers) {
+    max[0] -= zero;
+    max[1] -= zero;
+  }
   LiftReferences(rows.sums, max, room, exponent, factor);
   Rescale<Traits>(rows, factor);
-  Codes(rows, exponent.to_log2);
+  Codes(rows, exponent.to_log2, zero);
 }
 
 // Tiles of keys whose P V is one sum of the tensor cores, which keep fewer bits of it than float32

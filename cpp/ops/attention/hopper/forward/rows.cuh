@@ -54,6 +54,19 @@ struct Rows : TileProduct<(Traits::kValueDim + Traits::kOnes) / 2, Traits::kNarr
   }
 };
 
+// A float whose bits, plus a small whole number, are those of the float plus this number. Scores of
+// integers begin with it, so that what tensor cores add up is a float that they belong to.
+constexpr float kOfZero = 12582912.0f;  // 1.5 * 2^23; 256 products of int8 are below 2^22
+
+// What scores are before their product is issued, which leaves out what they were else.
+template <typename Traits>
+__device__ __forceinline__ void BeginScores(Rows<Traits>& rows) {
+  if constexpr (Traits::kIntegers) {
+#pragma unroll
+    for (float& x : rows.s()) x = kOfZero;
+  }
+}
+
 // S = Q K^T for this warpgroup's rows.
 template <typename Traits>
 __device__ __forceinline__ void IssueScores(Rows<Traits>& rows, uint64_t q, uint64_t k) {
@@ -62,7 +75,7 @@ __device__ __forceinline__ void IssueScores(Rows<Traits>& rows, uint64_t q, uint
     const int chunk = step / 4, in_row = step % 4 * 32;
     Wgmma<Traits::kKeys>::template Shared<typename Traits::T>(
         rows.s(), Advance(q, chunk * Traits::kQueries * kChunkRowBytes + in_row),
-        Advance(k, chunk * Traits::kKeys * kChunkRowBytes + in_row), step > 0);
+        Advance(k, chunk * Traits::kKeys * kChunkRowBytes + in_row), step > 0 || Traits::kIntegers);
   }
 }
 

@@ -60,7 +60,9 @@ struct ForwardTraits {
   static constexpr ForwardKind kKind = kKind_;
   // Elements of 8 bits: V comes transposed, a row for each of its columns, since products of 8 bits
   // want both operands to lie across; O is in 16 bits.
-  static constexpr bool kNarrow = std::is_same_v<T, E4m3>;
+  static constexpr bool kNarrow = std::is_same_v<T, E4m3> || std::is_same_v<T, Int8>;
+  // Queries and keys are integers, and so are scores (narrow_rows.cuh); V is in e4m3.
+  static constexpr bool kIntegers = std::is_same_v<T, Int8>;
   using Out = std::conditional_t<kNarrow, __nv_bfloat16, T>;
   static constexpr int kElementBytes = kNarrow ? 1 : 2;
   static constexpr ForwardTiles kTiles =
