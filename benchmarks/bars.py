@@ -168,8 +168,10 @@ BARS = (
         for precision, limit in (("default", 3.0), ("highest", 2.0))
     ),
     *(
-        Bar(f"attention in 8 bits, {what} / bfloat16", "^forward$", "over bfloat16",
-            None, limit, shape="S16384 D128 .*e4m3", implementation=f"^{OURS}, {what}$")
+        Bar(f"attention in {bits}, {what} / bfloat16", "^forward$", "over bfloat16",
+            None, limit, shape="S16384 D128 .*e4m3",
+            implementation=f"^{OURS}, {which}{what}$")
+        for bits, which in (("e4m3", ""), ("int8 and e4m3", "int8, "))
         for what, limit in (("quantized", 1.55), ("with quantization", 1.4))
     ),
     Bar("attention with dropout / without", "^(forward|forward and backward)$",
@@ -208,8 +210,12 @@ BARS = (
     Bar("a block, attention alone by ours / jitted XLA's best",
         "^forward( and backward)?$", "over xla's best", None, 1.05, shape=" block$",
         implementation=f"^{OURS}, attention alone$"),
-    Bar("error in 8 bits / one scale an array", "^out$", "error", "row naive", 0.6,
-        at_most=True, shape="(means|outliers)$", implementation=f"^{OURS}$"),
+    *(
+        Bar(f"error of {bits} / e4m3 with one scale an array", "^out$", "error",
+            "row naive", 0.6, at_most=True, shape="(means|outliers)$",
+            implementation=f"^{OURS}{which}$")
+        for bits, which in (("e4m3", ""), ("int8 and e4m3", ", int8"))
+    ),
     Bar("temporaries of attention forward, B", "^forward$", "temporaries", None, 0,
         at_most=True),
     Bar("temporaries of attention backward / their limit", "^backward$",

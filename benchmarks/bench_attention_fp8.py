@@ -1,8 +1,9 @@
 """Attention in 8 bits on a GPU, beside this library's own in bfloat16.
 
-"quantized" is `flash_attention` of arrays that are e4m3 already, "with quantization" is
-`fp8_attention` of bfloat16 arrays. TFLOP/s as papers count. They take turns on a hot
-chip, as in bench_attention.py, in an order drawn anew each time.
+"quantized" is `flash_attention` of arrays that are in 8 bits already, "with
+quantization" is `fp8_attention` of bfloat16 arrays; "int8" has queries and keys in int8
+where the others are e4m3. TFLOP/s as papers count. They take turns on a hot chip: 0.2 s
+to warm up and 0.4 s that count in each of three, in an order drawn anew each time.
 
 "quantization" is `quantize_qkv` alone, by the kernels and by XLA, in bytes of each
 array read once and written once; "copy" is a copy of the three arrays as they are.
@@ -22,15 +23,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_attention import hot_times
 from support import common
 from support.common import OURS, Results, cases
+from support.rounds import HOT, median_seconds
 
 from jax_kvblock import flash_attention, paged_attention
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
@@ -150,8 +153,7 @@ def _compare(case: Any, results: Results, quick: bool) -> None:
         ),
         COPY: (lambda *x: tuple(jnp.copy(a) for a in x), (q, k, v)),
     }
-    running = _compiled(case.name, given, results)
-    seconds = {who: t["forward"] for who, t in hot_times(running, quick).items()}
+    seconds = median_seconds(_compiled(case.name, given, results), quick, HOT)
     name = f"{case.name} / forward"
     numbers = sum(x.size for x in (q, k, v))
     moved = {COPY: 4 * numbers, QUANTIZATION: 3 * numbers}
@@ -168,20 +170,17 @@ def _compare(case: Any, results: Results, quick: bool) -> None:
 
 def _compiled(
     name: str, given: dict[str, tuple[Any, tuple[Any, ...]]], results: Results
-) -> dict[str, Any]:
-    """Calls of functions with their arrays, as `hot_times` takes them."""
-    running = {}
+) -> dict[str, Callable[[], Any]]:
+    """Calls of functions with their arrays, compiled."""
+    calls = {}
     for who, (function, arrays) in given.items():
         try:
             compiled = jax.jit(function).lower(*arrays).compile()
         except Exception as error:
             results.fail(name, who, error)
             continue
-        running[who] = {
-            "forward": lambda compiled=compiled, arrays=arrays: compiled(*arrays),
-            "wait": jax.block_until_ready,
-        }
-    return running
+        calls[who] = functools.partial(compiled, *arrays)
+    return calls
 
 
 def _compare_pages(case: Any, name: str, results: Results, quick: bool) -> None:
@@ -224,15 +223,13 @@ def _compare_pages(case: Any, name: str, results: Results, quick: bool) -> None:
             results.add(f"{name} / out", who, "off the widened", float(off), "")
             if not 0 < off < 0.1:
                 raise AssertionError(f"{who} is off by {off:.3g}")
-    seconds = hot_times(_compiled(name, given, results), quick)
-    for who, taken in seconds.items():
-        value = taken["forward"]
+    seconds = median_seconds(_compiled(name, given, results), quick, HOT)
+    for who, value in seconds.items():
         work = f"{name} / forward"
         results.add(work, who, "time", value * 1e3, "ms")
         results.add(work, who, "rate", case.flops / value / 1e12, "TFLOP/s")
         if BF16 in seconds and who != BF16:
-            over = seconds[BF16]["forward"] / value
-            results.add(work, who, "over bfloat16", over, "")
+            results.add(work, who, "over bfloat16", seconds[BF16] / value, "")
 
 
 if __name__ == "__main__":

@@ -124,10 +124,11 @@ def flash_attention(
         of the first key. They may be traced.
       tiles: `AttentionTiles`, the KV tiles that each query tile visits, and who attends
         in those that are partial. `AttentionTiles.from_mask` makes them of any mask.
-      scales: `AttentionScales`, for q, k and v in `float8_e4m3fn`, which are multiplied
-        by them. Products are in 8 bits then, probabilities are rounded to them, and
-        `out` is bfloat16. "cuda_sm90" computes that; "xla", by name alone, in float32.
-        No derivatives: `jax_kvblock.fp8.fp8_attention` has them, and quantizes.
+      scales: `AttentionScales`, for q, k and v in `float8_e4m3fn`, or q and k in int8
+        beside such v, which are multiplied by them. Products are in 8 bits then,
+        probabilities are rounded to e4m3, and `out` is bfloat16. "cuda_sm90" computes
+        that; "xla", by name alone, in float32. No derivatives:
+        `jax_kvblock.fp8.fp8_attention` has them, and quantizes.
       dropout_rate: the share of the probabilities that become 0, a Python float from 0
         on and below 1, which is compiled in; the others are divided by what is left. It
         is rounded to a 128th, and that is the rate, exactly: 0.1 is 13 / 128. One that

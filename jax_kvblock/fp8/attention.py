@@ -84,13 +84,13 @@ def fp8_attention(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
-    """Attention whose two products are in e4m3, of arrays that are quantized first.
+    """Attention whose two products are in 8 bits, of arrays that are quantized first.
 
     The same as `quantize_qkv` and `flash_attention(..., scales=...)`, with the
     log-sum-exp of the keys as they were. Probabilities are rounded to e4m3, too: beside
     `flash_attention` a row differs by about 5 % of its size where queries, keys and
-    values are normally distributed. Sums are float32: the tensor cores' own, which
-    keep fewer bits, never go beyond 512 keys.
+    values are normally distributed, or 4 % with queries and keys in int8. Sums are
+    float32: the tensor cores' own, which keep fewer bits, never go beyond 512 keys.
 
     The gradients of q, k and v are those of `flash_attention`, in their dtype and of
     the arrays as they are; the forward pass is computed once more for them. They are of
@@ -100,7 +100,8 @@ def fp8_attention(
     Args:
       q, k, v: `[B, T, N, D]`, `[B, S, K, D]`, `[B, S, K, Dv]`, bfloat16 or float16 (or
         float32, whose gradients are float32 then).
-      config: which numbers share a scale, `FP8AttentionConfig()` unless given.
+      config: which numbers share a scale, and what queries and keys become;
+        `FP8AttentionConfig()` unless given.
       causal, window, segment_ids, q_lens, kv_lens, scale, q_offset, kv_offset,
         return_lse: as in `flash_attention`.
       implementation: "cuda_sm90" (Hopper; head dims that are multiples of 16 up to

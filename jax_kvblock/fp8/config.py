@@ -23,11 +23,11 @@ class FP8AttentionConfig:
     Attributes:
       queries, keys: "tensor", "head" or "block".
       values: "tensor" or "head".
-      qk_dtype: "float8_e4m3fn", or "int8": queries and keys, whose products tensor
-        cores add up exactly then, are rounded to 1 / 127 of the largest that shares
-        their scale, where e4m3 keeps four binary digits of each. Take finer scales with
-        it, and turn them: large numbers leave few steps for the others
-        (SageAttention2, arXiv:2411.10958). Values are in e4m3 always.
+      qk_dtype: "float8_e4m3fn"; or "int8", whose products tensor cores add up exactly:
+        queries and keys are off by at most half a 127th of the largest that shares
+        their scale, where e4m3 keeps four binary digits of each. Turn them with it, as
+        large numbers leave few steps for the others (SageAttention2, arXiv:2411.10958).
+        Values are in e4m3 always.
       smooth_keys: the mean of a head's keys is taken from them before. It adds the same
         to all scores of a row, which softmax does not see, and real models' keys have
         large ones (SageAttention, arXiv:2410.02367).

@@ -66,7 +66,8 @@ def quantize_qkv(
     Args:
       q, k, v: `[B, T, N, D]`, `[B, S, K, D]`, `[B, S, K, Dv]`, one of bfloat16, float16
         and float32.
-      config: which numbers share a scale; `FP8AttentionConfig()` unless given.
+      config: which numbers share a scale, and what queries and keys become;
+        `FP8AttentionConfig()` unless given.
       q_lens, kv_lens: int32 `[B]`. Rows beyond may hold anything: they count for no
         scale and no mean, and become zeros.
       implementation: "cuda" (NVIDIA GPUs of 8.0 and newer; bfloat16 and float16, head

@@ -31,7 +31,7 @@ Encode FindEncode() {
 }
 
 CUtensorMapDataType TypeOf(int32_t dtype) {
-  return dtype == KVBLOCK_BF16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+  return dtype == KVBLOCK_BF16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
          : dtype == KVBLOCK_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
