@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from bench_attention import TURNS
 
+from jax_kvblock.core.largest import largest_size
 from jax_kvblock.training import norm as norms
 from jax_kvblock.training import norm_primitive
 from jax_kvblock.training import primitive as kernel
-from jax_kvblock.training.cast import largest_size, narrow
+from jax_kvblock.training.cast import narrow
 from jax_kvblock.training.config import FP8Format
 from support import common
 from support.common import OURS, Results

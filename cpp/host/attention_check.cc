@@ -43,9 +43,8 @@ std::string CheckSizes(const AttentionCall& a, Pass pass) {
   const bool narrow = IsNarrow(a) && pass == Pass::kForward;
   if (a.dtype != KVBLOCK_BF16 && a.dtype != KVBLOCK_F16 && a.dtype != KVBLOCK_F32 && !narrow) {
     return Got(
-        "dtype must be KVBLOCK_BF16, KVBLOCK_F16 or KVBLOCK_F32, or KVBLOCK_E4M3 or KVBLOCK_I8 in "
-        "a "
-        "forward pass",
+        "dtype must be KVBLOCK_BF16, KVBLOCK_F16 or KVBLOCK_F32, or KVBLOCK_E4M3 or KVBLOCK_I8 "
+        "in a forward pass",
         a.dtype);
   }
   if (a.dtype == KVBLOCK_F32 && a.kernels != KVBLOCK_KERNELS_GENERIC) {

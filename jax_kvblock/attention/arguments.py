@@ -22,7 +22,7 @@ from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
 from jax_kvblock.attention.eight_bits import check_scales
 from jax_kvblock.attention.integers import known_on_host, saturated, wrapped
 from jax_kvblock.attention.precision import resolve
-from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
+from jax_kvblock.attention.qkv import ALSO_NARROW, NARROW, PACKED, check_qkv
 from jax_kvblock.attention.tile_arguments import check_tile_sides, check_tiles
 from jax_kvblock.core.checks import (
     as_int,
@@ -69,7 +69,7 @@ def normalize(
     packed = cu_seqlens is not None
     cu_q: Any = None
     cu_kv: Any = None
-    if packed:  # before dtypes: e4m3 with its scales is wrong for being packed
+    if packed:  # before dtypes: 8 bits with scales are wrong for being packed
         _check_packed(
             where,
             segment_ids=segment_ids,
@@ -79,7 +79,7 @@ def normalize(
             tiles=tiles,
             scales=scales,
         )
-    q, k, v = check_qkv(where, PACKED if packed else BATCHED, q, k, v)
+    q, k, v = check_qkv(where, PACKED if packed else ALSO_NARROW, q, k, v)
     check_flags(where, causal=causal, deterministic=deterministic)
     check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
     if packed:
@@ -444,16 +444,18 @@ def _bias(where: str, bias: Any, q: Any, full: tuple[int, ...]) -> Any:
             f"[{batch}|1, {n}|1, {t}, {s}], got {show(bias)}; broadcast its last two "
             "dims with jnp.broadcast_to"
         )
-    kinds = " or ".join(dict.fromkeys((str(q.dtype), "float32")))
+    own = np.dtype(jnp.bfloat16) if q.dtype in NARROW else q.dtype  # that of the result
+    kinds = " or ".join(dict.fromkeys((str(own), "float32")))
     if bias.dtype == jnp.bool_:
         raise TypeError(
             f"{where}: bias must be {kinds}, got {show(bias)}; pass "
             "jnp.where(mask, 0.0, -jnp.inf), or use dot_product_attention(mask=...)"
         )
-    if bias.dtype not in (q.dtype, jnp.float32):
+    if bias.dtype not in (own, jnp.float32):
+        cast = "q.dtype" if own == q.dtype else "jnp.float32"
         raise TypeError(
             f"{where}: bias must be {kinds}, got {show(bias)}; cast it "
-            "with .astype(q.dtype)"
+            f"with .astype({cast})"
         )
     return to_jax(bias)
 

@@ -57,6 +57,10 @@ def choose(
             lacks = missing("cuda_sm90")
             if platform != "cuda":
                 lacks = [f"{platform or 'another platform'}, for which this is lowered"]
+            elif not lacks:  # exported where no such GPU is
+                lacks = [
+                    "None where no GPU is Hopper's; implementation='cuda_sm90' does"
+                ]
             raise ValueError(
                 f"{where}: {x.q.dtype} is multiplied by Hopper's kernels, which do "
                 f"not serve {'; '.join(lacks)}. Cast q, k and v times their scales to "

@@ -22,15 +22,15 @@ from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int8
 
 __all__ = ["RESIDUAL_NAMES", "attention", "flash_attention", "output"]
 
 
 @overload
 def flash_attention(
-    q: Float[ArrayIn, "*B T N D"],
-    k: Float[ArrayIn, "*B S K D"],
+    q: Float[ArrayIn, "*B T N D"] | Int8[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"] | Int8[ArrayIn, "*B S K D"],
     v: Float[ArrayIn, "*B S K Dv"],
     *,
     return_lse: Literal[False] = ...,
@@ -38,8 +38,8 @@ def flash_attention(
 ) -> Output: ...
 @overload
 def flash_attention(
-    q: Float[ArrayIn, "*B T N D"],
-    k: Float[ArrayIn, "*B S K D"],
+    q: Float[ArrayIn, "*B T N D"] | Int8[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"] | Int8[ArrayIn, "*B S K D"],
     v: Float[ArrayIn, "*B S K Dv"],
     *,
     return_lse: Literal[True],
@@ -47,16 +47,16 @@ def flash_attention(
 ) -> tuple[Output, Rows]: ...
 @overload
 def flash_attention(
-    q: Float[ArrayIn, "*B T N D"],
-    k: Float[ArrayIn, "*B S K D"],
+    q: Float[ArrayIn, "*B T N D"] | Int8[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"] | Int8[ArrayIn, "*B S K D"],
     v: Float[ArrayIn, "*B S K Dv"],
     *,
     return_lse: bool,
     **options: Unpack[FlashOptions],
 ) -> Output | tuple[Output, Rows]: ...
 def flash_attention(
-    q: Float[ArrayIn, "*B T N D"],
-    k: Float[ArrayIn, "*B S K D"],
+    q: Float[ArrayIn, "*B T N D"] | Int8[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"] | Int8[ArrayIn, "*B S K D"],
     v: Float[ArrayIn, "*B S K Dv"],
     *,
     causal: bool = False,

@@ -48,8 +48,8 @@ BATCHED = Signature(
         3: "add a batch axis, x[None], or pass cu_seqlens for packed inputs",
         None: _UNDER_VMAP,
     },
-    narrow=True,
 )
+ALSO_NARROW = dataclasses.replace(BATCHED, narrow=True)
 PACKED = Signature(
     ("q", "k", "v"),
     {3: ("[total, N, D]", "[total, K, D]", "[total, K, Dv]")},
@@ -120,10 +120,20 @@ def _check_dtype(
                 f"got {show(x)}; jax_kvblock.fp8.quantize_qkv makes all three"
             )
         return
+    if signature.narrow and x.dtype in NARROW and not narrow:
+        raise TypeError(
+            f"{where}: {name} is in 8 bits, {show(x)}, and {first} is not, {show(q)}; "
+            "jax_kvblock.fp8.quantize_qkv makes all three"
+        )
     if x.dtype not in FLOATS and not (narrow and x.dtype in NARROW):
         raise TypeError(
             f"{where}: {name} must be bfloat16, float16 or float32, got {show(x)}; "
             "cast it with .astype(jnp.bfloat16)"
+        )
+    if x.dtype != q.dtype and narrow:
+        raise TypeError(
+            f"{where}: {name} must have {first}'s dtype, {q.dtype}, got {show(x)}; "
+            "jax_kvblock.fp8.quantize_qkv makes all three"
         )
     if x.dtype != q.dtype:
         raise TypeError(

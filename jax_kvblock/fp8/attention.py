@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax_kvblock.attention import flash_attention
 from jax_kvblock.attention.arguments import check_flags, normalize
 from jax_kvblock.attention.options import Output, Rows
-from jax_kvblock.attention.qkv import check_qkv
+from jax_kvblock.attention.qkv import BATCHED, check_qkv
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 from jax_kvblock.fp8 import derivatives
 from jax_kvblock.fp8.config import FP8AttentionConfig
-from jax_kvblock.fp8.quantize import PLAIN, quantize_qkv
+from jax_kvblock.fp8.quantize import quantize_qkv
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -135,7 +135,7 @@ def fp8_attention(
             f"{_WHERE}: config must be an FP8AttentionConfig, got "
             f"{type(config).__name__}; options go by name"
         )
-    q, k, v = check_qkv(_WHERE, PLAIN, q, k, v)
+    q, k, v = check_qkv(_WHERE, BATCHED, q, k, v)
     static: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
     arrays: dict[str, Any] = {
         "segment_ids": segment_ids,

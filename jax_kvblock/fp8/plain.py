@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.attention.eight_bits import DTYPE, INTEGERS, SCALE_ROWS
+from jax_kvblock.core.largest import largest_size
 from jax_kvblock.fp8.call import Quantize, Way, blocks_of
 
 LARGEST = {DTYPE: 448.0, INTEGERS: 127.0}
@@ -98,9 +99,11 @@ def _in_8_bits(x: jax.Array, way: Way) -> tuple[jax.Array, jax.Array]:
     length = SCALE_ROWS if shared == "block" else max(rows, 1)
     padded = jnp.pad(x, ((0, 0), (0, blocks * length - rows), (0, 0), (0, 0)))
     parts = padded.reshape(batch, blocks, length, heads, dim)
-    largest = jnp.max(jnp.abs(parts), axis=(2, 4), initial=0.0)
     if shared == "tensor":
-        largest = jnp.broadcast_to(largest.max(2, keepdims=True), largest.shape)
+        largest = largest_size(parts, (2, 3, 4))[:, :, None]
+        largest = jnp.broadcast_to(largest, (batch, blocks, heads))
+    else:
+        largest = largest_size(parts, (2, 4))
     # Of zeros any scale serves. A NaN stays one.
     scales = jnp.where(largest == 0, 1.0, jnp.maximum(largest * inverse, SMALLEST))
     each = scales[:, :, None, :, None]
@@ -108,7 +111,7 @@ def _in_8_bits(x: jax.Array, way: Way) -> tuple[jax.Array, jax.Array]:
     # lies between two integers its last bit decides.
     parts = parts * (1 / each) if way.integers else parts / each
     parts = jnp.clip(parts, -most, most)
-    if way.integers:
+    if way.integers:  # of NaN the scale tells
         parts = jnp.where(jnp.isnan(parts), 0, jnp.rint(parts))
     x8 = parts.astype(way.dtype).reshape(batch, blocks * length, heads, dim)[:, :rows]
     return x8, jnp.swapaxes(scales, 1, 2)

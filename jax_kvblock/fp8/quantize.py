@@ -23,10 +23,9 @@ from jax_kvblock.fp8.config import FP8AttentionConfig
 from jax_kvblock.fp8.partition import array_spec, operand_factors, shards_of
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int8
 
 IMPLEMENTATIONS = ("cuda", "xla", None)
-PLAIN = dataclasses.replace(BATCHED, narrow=False)
 
 
 @jax.tree_util.register_dataclass
@@ -42,8 +41,8 @@ class QuantizedQKV:
         `q`, `k` lacks. Computed where it is used, under jit.
     """
 
-    q: Float[jax.Array, "B T N D"]
-    k: Float[jax.Array, "B S K D"]
+    q: Float[jax.Array, "B T N D"] | Int8[jax.Array, "B T N D"]
+    k: Float[jax.Array, "B S K D"] | Int8[jax.Array, "B S K D"]
     v: Float[jax.Array, "B S K Dv"]
     scales: AttentionScales
     shift: Float[jax.Array, "B T N"] | None
@@ -85,7 +84,7 @@ def quantize_qkv(
       >>> out = flash_attention(x.q, x.k, x.v, scales=x.scales, causal=True)
     """
     where = "quantize_qkv"
-    checked = check_qkv(where, PLAIN, q, k, v)
+    checked = check_qkv(where, BATCHED, q, k, v)
     if config is None:
         config = FP8AttentionConfig()
     if not isinstance(config, FP8AttentionConfig):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.core.largest import largest_size
 from jax_kvblock.training.config import FP8Format
 
 if TYPE_CHECKING:
@@ -39,14 +40,6 @@ class Narrow(NamedTuple):
 def are_first(axes: tuple[int, ...]) -> bool:
     """Whether these are an array's first axes, in order."""
     return axes == tuple(range(len(axes)))
-
-
-def largest_size(x: jax.Array) -> jax.Array:
-    """float32: the largest |x|; NaN where one is, 0 of nothing."""
-    # By their bits: on CPUs XLA's maximum of some 40,000 floats passes over NaN (jax
-    # 0.10.2). Its bits are above those of infinity.
-    bits = jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
-    return jax.lax.bitcast_convert_type(jnp.max(bits, initial=0), jnp.float32)
 
 
 def narrow(x: jax.Array, scale: jax.Array, form: FP8Format) -> tuple[Narrow, jax.Array]:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_kvblock.core.largest import largest_size
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.training import primitive
-from jax_kvblock.training.cast import Narrow, are_first, largest_size, narrow
+from jax_kvblock.training.cast import Narrow, are_first, narrow
 from jax_kvblock.training.config import FP8Config
 from jax_kvblock.training.scaling import Fp8Scaling, report_of, scale_for
 

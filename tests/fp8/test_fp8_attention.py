@@ -22,6 +22,7 @@ from jax_kvblock import (
 )
 from jax_kvblock.attention import dispatch
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
+from jax_kvblock.parallel import context_parallel_attention
 
 E4M3 = jnp.float8_e4m3fn
 ONE = np.float32(1)
@@ -264,6 +265,23 @@ BAD = {
     "scales are for 8 bits": lambda x: {
         n: getattr(x, n).astype(jnp.bfloat16) for n in "qkv"
     },
+    "v must be float8_e4m3fn beside q in float8_e4m3fn, got": lambda x: {
+        "v": x.v.astype(jnp.bfloat16)
+    },
+    "v must be float8_e4m3fn beside q in int8, got": lambda x: {
+        n: getattr(x, n).astype(jnp.int8) for n in "qkv"
+    },
+    "k must have q's dtype, int8, got bfloat16[2, 260, 2, 32]; "
+    "jax_kvblock.fp8.quantize_qkv makes all three": lambda x: {
+        "q": x.q.astype(jnp.int8),
+        "k": x.k.astype(jnp.bfloat16),
+    },
+    "k is in 8 bits, int8[2, 260, 2, 32], and q is not, bfloat16": lambda x: {
+        "q": x.q.astype(jnp.bfloat16),
+        "k": x.k.astype(jnp.int8),
+    },
+    "bias must be bfloat16 or float32, got int8[2, 4, 300, 260]; cast it with "
+    ".astype(jnp.float32)": lambda x: {"bias": jnp.zeros((2, 4, 300, 260), jnp.int8)},
     "which do not serve cpu": lambda x: {"implementation": None},
     "'cuda_sm90' needs an NVIDIA GPU": lambda x: {"implementation": "cuda_sm90"},
     "does not serve dtype float8_e4m3fn (Hopper's": lambda x: {
@@ -322,12 +340,42 @@ def test_no_derivatives_of_8_bits(rng):
         jax.grad(lambda q: attend(q).astype(jnp.float32).sum())(x.q)
 
 
-def test_other_functions_take_no_8_bits(rng):
-    x = quantize_qkv(*arrays(rng))
-    with pytest.raises(TypeError, match="must be bfloat16, float16 or float32"):
-        dot_product_attention(x.q, x.k, x.v)
-    with pytest.raises(TypeError, match="must be bfloat16, float16 or float32"):
-        quantize_qkv(x.q, x.k, x.v)
+@pytest.mark.parametrize("qk_dtype", ["float8_e4m3fn", "int8"])
+def test_other_functions_take_no_8_bits(qk_dtype, rng):
+    x = quantize_qkv(*arrays(rng), FP8AttentionConfig(qk_dtype=qk_dtype))
+    mesh = jax.make_mesh(
+        (1,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:1]
+    )
+    functions = (
+        dot_product_attention,
+        quantize_qkv,
+        jax.shard_map(
+            functools.partial(context_parallel_attention, axis_name="sp"),
+            mesh=mesh,
+            in_specs=PartitionSpec(None, "sp"),
+            out_specs=PartitionSpec(None, "sp"),
+        ),
+    )
+    for function in functions:
+        with pytest.raises(TypeError, match="must be bfloat16, float16 or float32"):
+            function(x.q, x.k, x.v)
+
+
+@pytest.mark.parametrize("qk_dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_nan_stays(rotate, name, qk_dtype, rng):
+    """Of rows that share the scale of one in q, and of a head's in k and v."""
+    given = dict(zip("qkv", arrays(rng), strict=True))
+    given[name] = given[name].at[1, 140, 1, 3].set(jnp.nan)
+    config = FP8AttentionConfig(rotate=rotate, qk_dtype=qk_dtype)
+    out = fp8_attention(*given.values(), config, implementation="xla")
+    hit = np.zeros((2, 300, 4), bool)
+    if name == "q":
+        hit[1, 128:256, 1] = True
+    else:
+        hit[1, :, 2:] = True
+    assert (jnp.isnan(out).any(-1) == hit).all()
 
 
 @pytest.mark.parametrize(
@@ -337,6 +385,8 @@ def test_other_functions_take_no_8_bits(rng):
         ({"keys": None}, "keys must be"),
         ({"values": "block"}, "values must be"),
         ({"smooth_keys": 1}, "smooth_keys must be True or False"),
+        ({"qk_dtype": "int4"}, "qk_dtype must be"),
+        ({"qk_dtype": np.int8}, "qk_dtype must be"),
     ],
 )
 def test_configs(arguments, message):

@@ -39,11 +39,12 @@ def test_finds_nothing(implementation: str, kernels: str, tool: str) -> None:
 
 
 @launches.by_tool
-def test_finds_nothing_in_8_bits(tool: str) -> None:
+@pytest.mark.parametrize("kernels", ["e4m3", "int8"])
+def test_finds_nothing_in_8_bits(kernels: str, tool: str) -> None:
     skip_unless_served("cuda_sm90", backward=False)
     with ThreadPoolExecutor() as pool:
         runs = pool.map(
-            lambda dims: launches.run(SCRIPT, "e4m3", dims, tool=tool), NARROW_DIMS
+            lambda dims: launches.run(SCRIPT, kernels, dims, tool=tool), NARROW_DIMS
         )
     for done in runs:
         launches.assert_ran(done, f"{len(NARROW)} launches")

@@ -262,6 +262,22 @@ def test_scores_that_grow_from_tile_to_tile(dtype, rng, emulated):
     agree(emulated, x)
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+def test_integers_of_which_one_is_many_bits(window, rng, emulated):
+    """Of some tiles a step of an integer is a large part of an exponent.
+
+    Their scores are small numbers, with few steps; a row's reference goes on from tiles
+    of the one kind to tiles of the other.
+    """
+    q = rng.integers(-2, 3, (1, 500, 2, 64)).astype(np.int8)
+    k = rng.integers(-2, 3, (1, 500, 1, 64)).astype(np.int8)
+    k[:, 128:256] = rng.integers(-127, 128, (1, 128, 1, 64))
+    v, v_scales = narrowed(rng.normal(size=(1, 500, 1, 64)), "head")
+    k_scales = np.float32([[[0.1, 0.002, 0.15, 0.05]]])
+    scales = {"k": k_scales, "v": v_scales}
+    agree(emulated, Problem(q, k, v, scales, window=window))
+
+
 @pytest.mark.parametrize("deviation", [0.5, 1.0, 1.3])
 def test_rows_of_normal_scores_keep_their_first_reference(deviation, rng, emulated):
     """Rows look at their maxima once, in their first tile, and hardly ever again.
@@ -281,14 +297,16 @@ def test_rows_of_normal_scores_keep_their_first_reference(deviation, rng, emulat
 
 
 @pytest.mark.parametrize(
-    ("large", "score", "keys"), [(1, 13.5, 4100), (10, 12.9, 8200)], ids=["one", "ten"]
+    ("large", "score", "keys"),
+    [(1, 13.5, 4100), (10, 12.9, 8200), (49, 12.0, 33000)],
+    ids=["one", "ten", "many"],
 )
 def test_many_small_probabilities_stay_beside_large_ones(
     large, score, keys, rng, emulated
 ):
     """Keys of 2^-13 of the largest probability count, as there are thousands of them.
 
-    One key that stands out, as a sink does; or ten, so that the first tile looks as if
+    One key that stands out, as a sink does; or more, so that the first tile looks as if
     even larger ones were to come, and room for these would cost the small ones.
     """
     k = np.zeros((1, keys, 1, 64))

@@ -54,8 +54,12 @@ def test_the_matrix_is_orthogonal(dim):
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_bad_numbers_reach_what_shares_their_scale(bad, turned, emulated_quantize, rng):
-    drawn = Drawn([Case(300, 2, 64, turned=turned)], "bfloat16", rng)
+@pytest.mark.parametrize("integers", [False, True])
+def test_bad_numbers_reach_what_shares_their_scale(
+    integers, bad, turned, emulated_quantize, rng
+):
+    cases = [Case(300, 2, 64, turned=turned, integers=integers)]
+    drawn = Drawn(cases, "bfloat16", rng)
     drawn.arrays[0][1, 140, 1, 5] = bad
     ((codes, scales, _),) = launch(emulated_quantize, drawn, Guarded())
     hit = np.zeros((2, 2, 3), bool)
@@ -65,7 +69,10 @@ def test_bad_numbers_reach_what_shares_their_scale(bad, turned, emulated_quantiz
     good = np.delete(wide.reshape(-1, 64), range((300 + 128) * 2, (300 + 256) * 2), 0)
     assert np.isfinite(good).all()
     block = wide[1, 128:256, 1]
-    if np.isnan(bad):
+    if integers:  # which have no NaN: the scale tells
+        assert (np.isnan(scales[hit]) == np.isnan(bad)).all()
+        assert (block == 0).all()
+    elif np.isnan(bad):
         assert np.isnan(scales[hit]).all() and np.isnan(block).all()
     else:
         assert np.isinf(scales[hit]).all()

@@ -4,9 +4,9 @@
 
 It calls the C interface, on allocations of the driver's of exactly an array's size, so
 that memcheck knows where each one ends. Nobody looks at the results. KERNELS are
-"generic", "sm90", "float32" (generic) or "e4m3" (sm90), or "short": generic, and q ends
-a row too early. Prints how many launches there were. test_attention_sanitizer.py runs
-it.
+"generic", "sm90", "float32" (generic), "e4m3" or "int8" (sm90; of queries and keys), or
+"short": generic, and q ends a row too early. Prints how many launches there were.
+test_attention_sanitizer.py runs it.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Arrays:
         return self.of(np.array(values, np.int32))
 
     def normal(self, dtype: int, *shape: int) -> int:
-        if dtype == E4M3:  # up to 128 in size
+        if SIZES[dtype] == 1:  # up to 128 in size
             return self.of(RNG.integers(0, 0x70, shape, np.uint8))
         x = RNG.standard_normal(shape, np.float32)
         if dtype == BF16:
@@ -353,17 +353,17 @@ NARROW_DIMS = ("64x64", "128x128", "96x80")
 NARROW = (plain, causal, lengths, segments, few, *NARROW_OPTIONS)
 
 
-def run_narrow(library: Any, option: Any, dims: str) -> int:
-    """A forward call in 8 bits."""
+def run_narrow(library: Any, option: Any, dims: str, dtype: int = E4M3) -> int:
+    """A forward call in 8 bits; dtype: of queries and keys."""
     arrays = Arrays()
-    a = Attention(kernels=SM90, dtype=E4M3)
+    a = Attention(kernels=SM90, dtype=dtype)
     a.batch, a.num_heads, a.num_kv_heads, a.q_len, a.kv_len = 1, 2, 1, 136, 136
     a.head_dim, a.value_dim = map(int, dims.split("x"))
     a.scale, a.window_left, a.window_right = a.head_dim**-0.5, -1, -1
     option(a, arrays)
     rows, keys = a.batch * a.q_len, a.batch * a.kv_len
-    a.q = arrays.normal(E4M3, rows, a.num_heads, a.head_dim)
-    a.k = arrays.normal(E4M3, keys, a.num_kv_heads, a.head_dim)
+    a.q = arrays.normal(dtype, rows, a.num_heads, a.head_dim)
+    a.k = arrays.normal(dtype, keys, a.num_kv_heads, a.head_dim)
     a.v = arrays.normal(E4M3, keys, a.num_kv_heads, a.value_dim)
     a.o = arrays.empty(rows * a.num_heads * a.value_dim * SIZES[BF16])
     a.lse = arrays.empty(rows * a.num_heads * SIZES[F32])
@@ -446,11 +446,11 @@ def main(path: str, kernels: str, *only: str) -> None:
     connect()
     library = ctypes.CDLL(path)
     launches = 0
-    if kernels == "e4m3":
+    if narrow := {"e4m3": E4M3, "int8": I8}.get(kernels):
         for dims in NARROW_DIMS:
             for option in NARROW:
                 if {dims, option.__name__} >= set(only):
-                    launches += run_narrow(library, option, dims)
+                    launches += run_narrow(library, option, dims, narrow)
         print(launches, "launches")
         return
     options = OPTIONS + (HOPPER_OPTIONS if kernels == "sm90" else GENERIC_OPTIONS)

@@ -131,10 +131,11 @@ def float32(option: Callable, dims: str, library: ctypes.CDLL) -> None:
 
 
 def narrow(option: Callable, library: ctypes.CDLL) -> None:
-    """Hopper's forward kernel in 8 bits."""
+    """Hopper's forward kernel in 8 bits: in e4m3, and with integers."""
     attention_launches.Arrays = HostArrays  # type: ignore[misc]
     attention_launches.driver = lambda *_: None
-    attention_launches.run_narrow(library, option, "64x64")
+    for dtype in (attention_launches.E4M3, attention_launches.I8):
+        attention_launches.run_narrow(library, option, "64x64", dtype)
 
 
 def sm90(option: Callable, dims: str, library: ctypes.CDLL) -> None:

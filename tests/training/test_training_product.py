@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from messages import check
 
+from jax_kvblock.core.largest import largest_size
 from jax_kvblock.training import (
     FP8Config,
     Fp8Scaling,
@@ -24,7 +25,7 @@ from jax_kvblock.training import (
     fp8_norm_dot,
 )
 from jax_kvblock.training import product as training_product
-from jax_kvblock.training.cast import largest_size, narrow
+from jax_kvblock.training.cast import narrow
 from jax_kvblock.training.config import FP8Format
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32

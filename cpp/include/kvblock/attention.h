@@ -67,7 +67,7 @@ typedef enum kvblock_dtype {
   KVBLOCK_F32 = 2,  /* of a bias with any dtype; of q, k, v for the generic kernels */
   KVBLOCK_E4M3 = 3, /* of a forward pass, and of caches (paged_attention.h) */
   KVBLOCK_E5M2 = 4, /* of caches only */
-  KVBLOCK_I8 = 5,   /* as KVBLOCK_E4M3 */
+  KVBLOCK_I8 = 5,   /* of q and k of a forward pass, and of caches */
 } kvblock_dtype;
 
 /* Which kernels compute. The sm_90a kernels run on GPUs of compute capability 9.0 alone; what they

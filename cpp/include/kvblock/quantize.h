@@ -1,7 +1,7 @@
 /* clang-format off */
 /* kvblock/quantize.h: the quantization launcher, for C, C++, Rust and ctypes.
  *
- * Arrays of 16 bits, [batch, rows, heads, dim], become float8_e4m3fn with scales, several in one call
+ * Arrays of 16 bits, [batch, rows, heads, dim], become float8_e4m3fn or int8, with scales, several in one call
  * (queries, keys and values). For each row and head of each array, in float32:
  *
  *   y = x                          0 in rows from lens[batch] on
@@ -10,7 +10,8 @@
  *   scale = max |y| * (1 / 448)    over what shares it, at least 2^-126; 1 where all are 0; NaN if one is
  *   out = y / scale                rounded to nearest even, held to -448 .. 448
  *
- * With `integers` 127 takes the place of 448, and out, y * (1 / scale), is int8, where NaN is 0.
+ * With `integers` 127 takes the place of 448, and out, y * (1 / scale), is int8. NaN has no code there: the
+ * scale tells.
  *
  * What shares a scale: 128 rows of a head, a head, or all heads of a batch member. Rows from lens[batch]
  * on count for nothing.

@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "host/attention_workspace.h"
 #include "kvblock/attention.h"
 #include "ops/attention/ffi_reader.h"
 #include "xla/ffi/api/ffi.h"
@@ -348,8 +349,7 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   f.q_scales = d.q_scales;
   f.k_scales = d.k_scales;
   f.v_scales = d.v_scales;
-  const bool narrow = d.a.dtype == KVBLOCK_E4M3 || d.a.dtype == KVBLOCK_I8;
-  const auto out = narrow ? ffi::DataType::BF16 : d.type;
+  const auto out = kvblock::IsNarrow(d.a) ? ffi::DataType::BF16 : d.type;
   if (!in.failed()) {
     const int64_t bytes = AttentionWorkspace(
         d.a.kernels, d.a.dtype, d.a.batch, d.a.q_len, d.a.kv_len, d.a.num_heads, d.a.num_kv_heads,

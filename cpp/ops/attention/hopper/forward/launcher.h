@@ -15,7 +15,8 @@ const char* LaunchForward(const AttentionCall& a, cudaStream_t stream);
 template <typename T, int kDim, int kValueDim>
 const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream);
 
-// The same in 8 bits, T being E4m3, or Int8 of queries and keys; kDim is the larger of both, padded.
+// The same in 8 bits, T being E4m3, or Int8 of queries and keys; kDim is the larger of both,
+// padded.
 template <typename T, int kDim>
 const char* LaunchNarrowOf(const AttentionCall& a, cudaStream_t stream);
 

@@ -77,9 +77,9 @@ constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.7f, kLargeExponent = 1 << 20
 // A row is expected to have no larger score than the tile's largest, or than so many standard
 // deviations of the tile's scores above their mean: normally distributed ones pass that once in
 // 300,000, so rows of these nearly always keep their first reference. A row with a key that stands
-// out leaves no room for larger ones. None leaves more than kMostRoom, or so much that scores about
-// the mean would be kWidest below.
-constexpr float kDeviations = 4.5f, kMostRoom = 3.0f, kWidest = 10.0f;
+// out leaves no room for larger ones. None leaves more than kMostRoom, or so much that the tile's
+// smallest score would come below 2^-6, where codes end: there may be thousands like it.
+constexpr float kDeviations = 4.5f, kMostRoom = 3.0f, kWidest = 8.0f + 5.5f;
 
 // How far above a tile's maxima those of their rows are expected to be, in powers of 2: whole ones,
 // so that a maximum's code is exact. Where keys of the tile are masked, 0.
@@ -89,7 +89,7 @@ __device__ __forceinline__ void RoomToGrow(const Rows<Traits>& rows, const float
   const auto& s = rows.state.s[0];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = 0.0f, squares = 0.0f;  // of how far scores are below the maximum
+    float sum = 0.0f, squares = 0.0f, most = 0.0f;  // of how far scores are below the maximum
 #pragma unroll
     for (int n = 0; n < Traits::kKeys / 8; ++n) {
 #pragma unroll
@@ -97,18 +97,21 @@ __device__ __forceinline__ void RoomToGrow(const Rows<Traits>& rows, const float
         const float below = max[half] - s[n][half * 2 + i];
         sum += below;
         squares = fmaf(below, below, squares);
+        most = fmaxf(most, below);
       }
     }
 #pragma unroll
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
       sum += __shfl_xor_sync(~0u, sum, lanes);
       squares += __shfl_xor_sync(~0u, squares, lanes);
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
     }
     constexpr float kOne = 1.0f / Traits::kKeys;
     const float mean = sum * kOne, variance = fmaxf(fmaf(squares, kOne, -mean * mean), 0.0f);
-    const float highest = fminf(kDeviations * SquareRoot(variance) * to_log2, kWidest);
-    const float grows = fmaf(-mean, to_log2, highest);  // or NaN or -inf, if a score is -inf
-    room[half] = rintf(fminf(fmaxf(grows, 0.0f), kMostRoom));
+    // Either is NaN or -inf if a score is -inf.
+    const float grows = fmaf(kDeviations, SquareRoot(variance), -mean) * to_log2;
+    const float fits = fmaf(-most, to_log2, kWidest);
+    room[half] = rintf(fminf(fmaxf(fminf(grows, fits), 0.0f), kMostRoom));
   }
 }
 

@@ -56,9 +56,10 @@ struct Rows : TileProduct<(Traits::kValueDim + Traits::kOnes) / 2, Traits::kNarr
 
 // A float whose bits, plus a small whole number, are those of the float plus this number. Scores of
 // integers begin with it, so that what tensor cores add up is a float that they belong to.
-constexpr float kOfZero = 12582912.0f;  // 1.5 * 2^23; 256 products of int8 are below 2^22
+constexpr float kOfZero = 12582912.0f;  // 1.5 * 2^23; 128 products of int8 are at most 2^21
 
-// What scores are before their product is issued, which leaves out what they were else.
+// What scores of integers are before their product is issued, so that nothing of the tile before
+// stays. (Products of floats do not add to what is there.)
 template <typename Traits>
 __device__ __forceinline__ void BeginScores(Rows<Traits>& rows) {
   if constexpr (Traits::kIntegers) {
