@@ -60,7 +60,8 @@ def quantize_qkv(
 ) -> QuantizedQKV:
     """q, k and v in 8 bits, and their scales; works under jit, vmap and sharding.
 
-    Numbers are divided by their scale and rounded to nearest, ties to even.
+    Numbers are divided by their scale (for int8, multiplied by its reciprocal) and
+    rounded to nearest, ties to even.
 
     Args:
       q, k, v: `[B, T, N, D]`, `[B, S, K, D]`, `[B, S, K, Dv]`, one of bfloat16, float16
