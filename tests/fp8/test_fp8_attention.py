@@ -27,6 +27,7 @@ from jax_kvblock.parallel import context_parallel_attention
 E4M3 = jnp.float8_e4m3fn
 ONE = np.float32(1)
 pytestmark = pytest.mark.usefixtures("four_cpus")
+OF_SCORES = pytest.mark.parametrize("qk_dtype", ["float8_e4m3fn", "int8"])
 ROUGH = FP8AttentionConfig("tensor", "tensor", "tensor", False, False)
 
 
@@ -177,11 +178,13 @@ def test_gradients_are_those_in_16_bits(rng):
         assert same(a, b)
 
 
-def test_under_vmap_jit_and_scan(rng):
+@OF_SCORES
+def test_under_vmap_jit_and_scan(qk_dtype, rng):
     q, k, v = arrays(rng)
+    config = FP8AttentionConfig(qk_dtype=qk_dtype)
 
     def attend(*x):
-        return fp8_attention(*x, causal=True, implementation="xla")
+        return fp8_attention(*x, config, causal=True, implementation="xla")
 
     whole = attend(q, k, v)
     each = jax.jit(jax.vmap(attend))(q[:, None], k[:, None], v[:, None])[:, 0]
@@ -194,7 +197,8 @@ def test_under_vmap_jit_and_scan(rng):
     assert same(shared[1], attend(q[1:], k[:1], v[:1]))
 
 
-def test_scales_are_cut_with_their_arrays(rng):
+@OF_SCORES
+def test_scales_are_cut_with_their_arrays(qk_dtype, rng):
     """Over batch and heads nothing is gathered."""
     mesh = jax.make_mesh(
         (2, 2),
@@ -202,7 +206,7 @@ def test_scales_are_cut_with_their_arrays(rng):
         (jax.sharding.AxisType.Auto,) * 2,
         devices=jax.devices("cpu")[:4],
     )
-    x = quantize_qkv(*arrays(rng))
+    x = quantize_qkv(*arrays(rng), FP8AttentionConfig(qk_dtype=qk_dtype))
 
     def cut(a, *spec):
         return jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -330,7 +334,7 @@ def test_messages(message, rng):
     assert message in str(error.value)
 
 
-def test_no_derivatives_of_8_bits(rng):
+def test_no_derivatives_of_8_bits(rng):  # of integers jax has none by itself
     x = quantize_qkv(*arrays(rng))
 
     def attend(q):
@@ -340,7 +344,7 @@ def test_no_derivatives_of_8_bits(rng):
         jax.grad(lambda q: attend(q).astype(jnp.float32).sum())(x.q)
 
 
-@pytest.mark.parametrize("qk_dtype", ["float8_e4m3fn", "int8"])
+@OF_SCORES
 def test_other_functions_take_no_8_bits(qk_dtype, rng):
     x = quantize_qkv(*arrays(rng), FP8AttentionConfig(qk_dtype=qk_dtype))
     mesh = jax.make_mesh(
@@ -361,7 +365,7 @@ def test_other_functions_take_no_8_bits(qk_dtype, rng):
             function(x.q, x.k, x.v)
 
 
-@pytest.mark.parametrize("qk_dtype", ["float8_e4m3fn", "int8"])
+@OF_SCORES
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("rotate", [False, True])
 def test_nan_stays(rotate, name, qk_dtype, rng):
@@ -500,9 +504,11 @@ def test_gradients_under_transforms(rng):
 
 @pytest.mark.parametrize("value", [0.0, -0.0, -1.0, np.nan, np.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_scales_of_any_value(rng, name, value):
+@OF_SCORES
+def test_scales_of_any_value(qk_dtype, rng, name, value):
     """As docs/fp8.md has it, of the second head of keys and its two of queries."""
-    x = quantize_qkv(*arrays(rng, b=1, t=4, s=8, n=4, k=2, d=16))
+    config = FP8AttentionConfig(qk_dtype=qk_dtype)
+    x = quantize_qkv(*arrays(rng, b=1, t=4, s=8, n=4, k=2, d=16), config)
     scales = {n: np.array(getattr(x.scales, n)) for n in "qkv"}
     hurt = {n: a.copy() for n, a in scales.items()}
     heads = slice(2, 4) if name == "q" else slice(1, 2)

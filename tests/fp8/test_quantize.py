@@ -21,6 +21,7 @@ from jax_kvblock import AttentionScales, flash_attention
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
 from jax_kvblock.fp8.quantize import QuantizedQKV
 
+OF_CODES = pytest.mark.parametrize("qk_dtype", ["float8_e4m3fn", "int8"])
 LENS = {"q_lens": np.array([300, 131]), "kv_lens": np.array([259, 17])}
 CONFIGS = {
     f"{qk_dtype}, " * (qk_dtype == "int8")
@@ -156,21 +157,23 @@ def test_settings(setting, quantized_by, rng):
         judge(jax.jit(quantize_qkv)(*given), *given)
 
 
+@OF_CODES
 @pytest.mark.parametrize(
     "axes", [(0, 0, 0), (1, None, None), (None, 0, None), (2, 1, 0)]
 )
-def test_vmap(axes, quantized_by, rng):
+def test_vmap(axes, qk_dtype, quantized_by, rng):
     """What no axis runs over is quantized once."""
     members = [arrays(rng, b=2) for _ in range(3)]
     given = [
         members[0][i] if axis is None else jnp.stack([m[i] for m in members], axis)
         for i, axis in enumerate(axes)
     ]
-    quantize = functools.partial(quantize_qkv, **LENS)
+    config = FP8AttentionConfig(qk_dtype=qk_dtype)
+    quantize = functools.partial(quantize_qkv, config=config, **LENS)
     made = jax.jit(jax.vmap(quantize, axes))(*given)
     for at in range(3):
         one = [members[0 if a is None else at][i] for i, a in enumerate(axes)]
-        judge(jax.tree.map(lambda x, at=at: x[at], made), *one, **LENS)
+        judge(jax.tree.map(lambda x, at=at: x[at], made), *one, config, **LENS)
 
 
 def test_vmap_of_lengths_alone(quantized_by, rng):
@@ -192,18 +195,20 @@ def test_scan(quantized_by, rng):
     alike(jax.tree.map(lambda x: x[:, 0], made), quantize_qkv(*given))
 
 
-def test_export(quantized_by, rng):
+@OF_CODES
+def test_export(qk_dtype, quantized_by, rng):
     pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
     given = arrays(rng)
+    config = FP8AttentionConfig(qk_dtype=qk_dtype)
     check = jax.export.DisabledSafetyCheck.custom_call("kvblock_quantize")
     platform = "cuda" if quantized_by == "gpu" else "cpu"
     exported = jax.export.export(
-        jax.jit(lambda *x: jax.tree.leaves(quantize_qkv(*x))),
+        jax.jit(lambda *x: jax.tree.leaves(quantize_qkv(*x, config))),
         platforms=[platform],
         disabled_checks=[check],
     )(*given)
     made = jax.export.deserialize(exported.serialize()).call(*given)
-    for a, b in zip(made, jax.tree.leaves(quantize_qkv(*given)), strict=True):
+    for a, b in zip(made, jax.tree.leaves(quantize_qkv(*given, config)), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
@@ -266,12 +271,13 @@ def cut_of(mesh: Any, given: list[Any], spec: Any) -> list[Any]:
 
 @pytest.mark.parametrize("where", CUT)
 @by_axis_type
-def test_meshes(axis_type, where, quantized_by_cpus, rng):
+@OF_CODES
+def test_meshes(qk_dtype, axis_type, where, quantized_by_cpus, rng):
     """Nothing travels between heads and members."""
     given = arrays(rng)
     mesh = mesh_of(axis_type)
     placed = cut_of(mesh, given, CUT[where])
-    config = FP8AttentionConfig(keys="head")
+    config = FP8AttentionConfig(keys="head", qk_dtype=qk_dtype)
 
     def codes(*x):  # shift is computed by XLA, as it likes
         made = quantize_qkv(*x, config)
