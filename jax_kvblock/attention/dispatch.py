@@ -57,10 +57,12 @@ def choose(
             lacks = missing("cuda_sm90")
             if platform != "cuda":
                 lacks = [f"{platform or 'another platform'}, for which this is lowered"]
-            elif not lacks:  # exported where no such GPU is
-                lacks = [
-                    "None where no GPU is Hopper's; implementation='cuda_sm90' does"
-                ]
+            elif not lacks:  # the call is lowered for a GPU that is not here
+                raise ValueError(
+                    f"{where}: {x.q.dtype} is multiplied by Hopper's kernels, and no "
+                    "Hopper GPU is here; implementation='cuda_sm90' compiles for one, "
+                    "'xla' computes the same in float32"
+                )
             raise ValueError(
                 f"{where}: {x.q.dtype} is multiplied by Hopper's kernels, which do "
                 f"not serve {'; '.join(lacks)}. Cast q, k and v times their scales to "

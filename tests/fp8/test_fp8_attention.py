@@ -408,6 +408,17 @@ def test_nothing_is_computed_in_more_bits_unasked(rng):
 
 
 @pytest.mark.cpu
+def test_what_is_exported_for_a_gpu_that_is_not_here_names_its_kernels(rng):
+    x = quantize_qkv(*arrays(rng))
+
+    def attend(*given):
+        return flash_attention(*given, scales=x.scales)
+
+    with pytest.raises(ValueError, match="no Hopper GPU is here; .*'cuda_sm90'"):
+        jax.export.export(jax.jit(attend), platforms=["cuda"])(x.q, x.k, x.v)
+
+
+@pytest.mark.cpu
 @pytest.mark.cases(5)
 @on_each_gpu
 def test_gpus_without_the_kernel_are_an_error(name, monkeypatch, rng):
