@@ -414,7 +414,7 @@ def test_what_is_exported_for_a_gpu_that_is_not_here_names_its_kernels(rng):
     def attend(*given):
         return flash_attention(*given, scales=x.scales)
 
-    with pytest.raises(ValueError, match="no Hopper GPU is here; .*'cuda_sm90'"):
+    with pytest.raises(ValueError, match=r"no Hopper GPU is here; .*'cuda_sm90'"):
         jax.export.export(jax.jit(attend), platforms=["cuda"])(x.q, x.k, x.v)
 
 

@@ -27,7 +27,10 @@ def imported(
     monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module(module)
     for name in set(sys.modules) - before:
-        file = Path(getattr(sys.modules[name], "__file__", None) or "/")
+        brought = sys.modules[name]
+        # A folder without __init__.py has no file. It knows what was imported of it.
+        of_folder = next(iter(getattr(brought, "__path__", ())), "/")
+        file = Path(getattr(brought, "__file__", None) or of_folder)
         if file.is_relative_to(FOLDER) or file.is_relative_to(folder):
             del sys.modules[name]
 
