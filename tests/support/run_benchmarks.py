@@ -27,12 +27,13 @@ def imported(
     monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module(module)
     for name in set(sys.modules) - before:
-        brought = sys.modules[name]
-        # A folder without __init__.py has no file. It knows what was imported of it.
-        of_folder = next(iter(getattr(brought, "__path__", ())), "/")
-        file = Path(getattr(brought, "__file__", None) or of_folder)
+        file = Path(getattr(sys.modules[name], "__file__", None) or "/")
         if file.is_relative_to(FOLDER) or file.is_relative_to(folder):
             del sys.modules[name]
+            # A package that stays would give what went, `from package import module`.
+            package, _, its_name = name.rpartition(".")
+            if package in before:
+                vars(sys.modules[package]).pop(its_name, None)
 
 
 def small(tmp_path: Path, name: str, *options: str) -> dict[str, Any]:
