@@ -133,24 +133,24 @@ __device__ __forceinline__ void ZeroRows(char* tile, int from, int thread, int t
   }
 }
 
-// RowPair's values of a warpgroup, held in registers.
-template <int kCount>
+// RowPair's values of a warpgroup, those of the first kBlocks held in registers.
+template <int kBlocks>
 struct HeldRows {
   const float* rows;
-  float2 pairs[kCount / 4];
+  float2 pairs[kBlocks];
 
   __device__ __forceinline__ HeldRows(const float* rows, int thread) : rows(rows) {
 #pragma unroll
-    for (int n = 0; n < kCount / 4; ++n) {
+    for (int n = 0; n < kBlocks; ++n) {
       pairs[n] = RowPair(rows, n, thread);
       MakeOpaque(pairs[n]);  // not later
     }
   }
   __device__ __forceinline__ operator const float*() const { return rows; }
 };
-template <int kCount>
-__device__ __forceinline__ float2 RowPair(const HeldRows<kCount>& held, int n, int) {
-  return held.pairs[n];
+template <int kBlocks>
+__device__ __forceinline__ float2 RowPair(const HeldRows<kBlocks>& held, int n, int thread) {
+  return n < kBlocks ? held.pairs[n] : RowPair(held.rows, n, thread);
 }
 
 // What a warpgroup drops of a tile: of 64 keys, a thread's two rows of 16, by queries.

@@ -37,7 +37,11 @@ struct SplitKeysWorker {
   // Whether P becomes dS block by block, while other blocks become P. A tall tile has no registers
   // for that.
   static constexpr bool kInterleaves = kPlain && !kTall;
-  // Whether lse and delta are held in registers; interleaved, each block reads its own.
+  // Interleaved, of so many blocks the exponents are there before dP is awaited; lse of these is
+  // read before S is issued, while shared memory is not yet busy with products. Other blocks read
+  // theirs.
+  static constexpr int kExponents = 4;
+  // Whether lse and delta are held in registers else.
   static constexpr bool kHoldsRows = !kInterleaves && kQueries < 128 && !Shape::kCapped;
   // Whether there are registers for V, too, which products then need not read with every step.
   static constexpr bool kHoldsValues = kInterleaves && kDim == 64;
@@ -63,9 +67,16 @@ struct SplitKeysWorker {
   __device__ __forceinline__ uint32_t DsOf(int step) const { return w.cta.Ds(step % 2); }
   __device__ __forceinline__ auto Rows(const float* rows) const {
     if constexpr (kHoldsRows) {
-      return HeldRows<kScores>(rows, w.thread);
+      return HeldRows<kScores / 4>(rows, w.thread);
     } else {
       return rows;
+    }
+  }
+  __device__ __forceinline__ auto Lse(int stage) const {
+    if constexpr (kInterleaves) {
+      return HeldRows<kExponents>(w.cta.Lse(stage), w.thread);
+    } else {
+      return Rows(w.cta.Lse(stage));
     }
   }
 
@@ -78,9 +89,10 @@ struct SplitKeysWorker {
   template <typename Drops>
   __device__ __forceinline__ void Slopes(const Scores& scores, Packed<kScores>& prob,
                                          Packed<kScores>& ds, float (&c)[kScores],
-                                         float (&dp)[kScores], const float* lse, const float* delta,
-                                         uint32_t to, bool masked, const Drops& drops) const {
-    constexpr int kBlocks = kScores / 4, kExponents = 4, kRaised = 2, kAhead = 3;
+                                         float (&dp)[kScores], const HeldRows<kExponents>& lse,
+                                         const float* delta, uint32_t to, bool masked,
+                                         const Drops& drops) const {
+    constexpr int kBlocks = kScores / 4, kRaised = 2, kAhead = 3;
     scores.Exponents(c, lse, 0, kExponents);
     scores.Raise(c, 0, kRaised);
     // The assembler moves a wait up over arithmetic, but not out of a branch.
@@ -184,7 +196,7 @@ struct SplitKeysWorker {
       // S and dP.
       const int first_key = cta.owned().first_key + w.group * 64;
       const auto drops = w.DropoutOf(first_key, at.first, at.head);
-      const auto lse = Rows(w.cta.Lse(stage));
+      const auto lse = Lse(stage);
       float c[kScores], dp[kScores];
       WgmmaFence();
       w.template KeysByQueries<KeyTile, QueryTile>(c, OwnRows(w, w.cta.K()), q);
