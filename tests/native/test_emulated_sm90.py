@@ -59,17 +59,22 @@ def hold(launcher: Launcher, case: Case) -> None:
     assert launcher.library.emulator_hopper_ctas() > 0
 
 
-def options_with(*options: str, without: tuple[str, ...] = ()) -> Any:
-    """Those with one of them (or with anything) which Hopper's kernels serve."""
-    names = [
+def names_with(*options: str, without: tuple[str, ...] = ()) -> list[str]:
+    """Calls with one of them (or with anything) which Hopper's kernels serve."""
+    return [
         name
         for name, given in OPTIONS.items()
         if (not options or not {*given}.isdisjoint(options))
         and {*given}.isdisjoint(without)
         and option(name, "64").hopper_serves
     ]
-    names_and_dims = [(name, dims) for name in names for dims in DIMS]
-    return pytest.mark.parametrize(("name", "dims"), names_and_dims)
+
+
+def options_with(*options: str, without: tuple[str, ...] = ()) -> Any:
+    calls = [
+        (name, dims) for name in names_with(*options, without=without) for dims in DIMS
+    ]
+    return pytest.mark.parametrize(("name", "dims"), calls)
 
 
 SEQUENCES = ("lengths", "packed", "segments")
@@ -138,6 +143,14 @@ MASKS = (
 def test_references_that_leap_under_masks_are_right(name, dims, scale, launcher):
     """Some rows have no reference yet where others leap."""
     hold(launcher, option(name, dims, kv_len=410, scale=scale))
+
+
+@pytest.mark.parametrize("scale", [None, 3.0, 30.0])
+@pytest.mark.parametrize("dims", ["64", "128"])
+@pytest.mark.parametrize("name", names_with("dropout"))
+def test_usual_steps_with_dropout_are_right(name, dims, scale, launcher):
+    """Those between an item's first and last tile, if nothing is masked."""
+    hold(launcher, option(name, dims, kv_len=700, **{"scale": scale} if scale else {}))
 
 
 RATE = Case("bfloat16", 64, 64, 2, 4, 2, 230, 300, 1, dropout=26)
