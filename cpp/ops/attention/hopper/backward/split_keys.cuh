@@ -37,11 +37,12 @@ struct SplitKeysWorker {
   // Whether P becomes dS block by block, while other blocks become P. A tall tile has no registers
   // for that.
   static constexpr bool kInterleaves = kPlain && !kTall;
-  // Interleaved, of so many blocks the exponents are there before dP is awaited; lse of these is
-  // read before S is issued, while shared memory is not yet busy with products. Other blocks read
-  // theirs.
+  // Interleaved, of so many blocks the exponents are there before dP is awaited.
   static constexpr int kExponents = 4;
-  // Whether lse and delta are held in registers else.
+  // Whether lse of these is read before S is issued, while shared memory is not yet busy with
+  // products. D64 gains nothing.
+  static constexpr bool kReadsEarly = kInterleaves && kDim == 128;
+  // Whether lse and delta are held in registers; interleaved, each other block reads its own.
   static constexpr bool kHoldsRows = !kInterleaves && kQueries < 128 && !Shape::kCapped;
   // Whether there are registers for V, too, which products then need not read with every step.
   static constexpr bool kHoldsValues = kInterleaves && kDim == 64;
@@ -72,8 +73,8 @@ struct SplitKeysWorker {
       return rows;
     }
   }
-  __device__ __forceinline__ auto Lse(int stage) const {
-    if constexpr (kInterleaves) {
+  __device__ __forceinline__ auto LseOf(int stage) const {
+    if constexpr (kReadsEarly) {
       return HeldRows<kExponents>(w.cta.Lse(stage), w.thread);
     } else {
       return Rows(w.cta.Lse(stage));
@@ -86,12 +87,11 @@ struct SplitKeysWorker {
   // Exponentials bind it, and other arithmetic fits between them. So only kRaised blocks of 8
   // queries are P before dP is awaited, and kExponents its exponents; each further block is while
   // an earlier one becomes dS and is stored.
-  template <typename Drops>
+  template <typename Lse, typename Drops>
   __device__ __forceinline__ void Slopes(const Scores& scores, Packed<kScores>& prob,
                                          Packed<kScores>& ds, float (&c)[kScores],
-                                         float (&dp)[kScores], const HeldRows<kExponents>& lse,
-                                         const float* delta, uint32_t to, bool masked,
-                                         const Drops& drops) const {
+                                         float (&dp)[kScores], const Lse& lse, const float* delta,
+                                         uint32_t to, bool masked, const Drops& drops) const {
     constexpr int kBlocks = kScores / 4, kRaised = 2, kAhead = 3;
     scores.Exponents(c, lse, 0, kExponents);
     scores.Raise(c, 0, kRaised);
@@ -196,7 +196,7 @@ struct SplitKeysWorker {
       // S and dP.
       const int first_key = cta.owned().first_key + w.group * 64;
       const auto drops = w.DropoutOf(first_key, at.first, at.head);
-      const auto lse = Lse(stage);
+      const auto lse = LseOf(stage);
       float c[kScores], dp[kScores];
       WgmmaFence();
       w.template KeysByQueries<KeyTile, QueryTile>(c, OwnRows(w, w.cta.K()), q);

@@ -118,13 +118,11 @@ class Consumer {
         // By a vote, since the compiler keeps in uniform registers what depends on it then.
         if (!__any_sync(~0u, next->is == Item::kTiles)) break;
       }
-      AwaitStep(pending, flags);
-      if constexpr (kSeparates) {
 #pragma unroll 1
-        while (IsUsual(flags, tile)) {
-          ComputeStep<true>(item, next, pending, flags, rows, factor, tile);
-          AwaitStep(pending, flags);
-        }
+      for (;;) {
+        AwaitStep(pending, flags);
+        if (!kSeparates || __builtin_expect(IsUnusual(flags, tile), false)) break;
+        ComputeStep<true>(item, next, pending, flags, rows, factor, tile);
       }
       ComputeStep<false>(item, next, pending, flags, rows, factor, tile);
     }
@@ -164,11 +162,11 @@ class Consumer {
     flags = shared_.steps[steps_.stage].flags;
   }
 
-  // Whether all that ComputeStep looks for is known to be missing in a step.
-  __device__ __forceinline__ bool IsUsual(int flags, const float (&tile)[2]) const {
-    const bool unusual = (flags & (Step::kMasked | Step::kStarts | Step::kLast)) || !trusts_ ||
-                         clear_from_ < Traits::kKeys;
-    return !__any_sync(~0u, unusual || tile[0] > kOutgrownByMuch || tile[1] > kOutgrownByMuch);
+  // Whether a step has something that ComputeStep has to look for.
+  __device__ __forceinline__ bool IsUnusual(int flags, const float (&tile)[2]) const {
+    bool unusual = (flags & (Step::kMasked | Step::kStarts | Step::kLast)) != 0 || !trusts_;
+    unusual |= clear_from_ < Traits::kKeys;
+    return __any_sync(~0u, unusual || tile[0] > kOutgrownByMuch || tile[1] > kOutgrownByMuch);
   }
 
   // A step of Compute: its scores become probabilities, and the pending product is computed.
@@ -226,7 +224,7 @@ class Consumer {
 #pragma unroll 1
       do {  // once
         WgmmaWait<0>();
-      } while (p_.num_heads <= 0);
+      } while (p_.num_heads < 0);
       KeepAfter(rows.o());
     } else if (moved) {
       WgmmaWait<0>();
