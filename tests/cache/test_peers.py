@@ -91,7 +91,8 @@ def test_blocks_of_two_shards_from_two_processes(kind: str) -> None:
                     connector._peers[0].get([of[8]], [out[0, :HEAD_BYTES]], start=0)
                     of = of[:8] + keys(2, 20)
         with connected(addresses, here) as connector:
-            started[1].send_signal(signal.SIGSTOP)  # frozen, and its port still open
+            started[1].send_signal(signal.SIGSTOP)  # its port stays open
+            assert os.WIFSTOPPED(os.waitpid(started[1].pid, os.WUNTRACED)[1])
             began = time.monotonic()
             assert connector.has(keys(2), timeout=0.2) == [False] * 2
             assert time.monotonic() - began < 10 and connector.unanswered >= 2
