@@ -360,7 +360,7 @@ MISSING = (
     Mutant(
         "Hopper: K's place is left while products read it",
         f"{FORWARD}/consumer.cuh",
-        "WgmmaWait<1>();\n    KeepAfter(rows.s());",
+        "WgmmaWait<1>();\n      KeepAfter(rows.s());",
         "KeepAfter(rows.s());",
         ("Hopper, many steps, holes, boxes", "a load of", "a product of warp"),
     ),

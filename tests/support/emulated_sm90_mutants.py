@@ -35,7 +35,6 @@ ALSO_ON_A_GPU = {
     "backward: passes over queries that see its last keys": sm90("bands and 128"),
     "backward: the last queries of a tall tile have no dq": TALL,
 }
-USUAL, USUAL_LEAPS = sm90("usual and 64 and None"), sm90("usual and 64 and 30")
 BACKWARD, FORWARD = f"{HOPPER}/backward", f"{HOPPER}/forward"
 LEAPS, MASKED_LEAPS = sm90("that_leap_are and 64"), sm90("leap_under and 64")
 PAGED_LEAPS = test("test_emulated_paged", "share_a_call and leap and rows")
@@ -102,30 +101,9 @@ SM90_EMULATED = (
     Mutant(
         "Hopper forward: scores once more are the next item's",
         f"{FORWARD}/consumer.cuh",
-        "    } else if constexpr (kTrusts) {\n      TakeSums(*item, rows, tile);",
-        "    } else if constexpr (kTrusts) {\n      TakeSums(*next, rows, tile);",
+        "      if constexpr (kTrusts) TakeSums(*item, rows, tile);",
+        "      if constexpr (kTrusts) TakeSums(*next, rows, tile);",
         LEAPS,
-    ),
-    Mutant(
-        "Hopper forward: a row that leaps in a usual step is not computed again",
-        f"{FORWARD}/consumer.cuh",
-        "unusual || tile[0] > kOutgrownByMuch || tile[1] > kOutgrownByMuch);",
-        "unusual);",
-        USUAL_LEAPS,
-    ),
-    Mutant(
-        "Hopper forward: masked steps are usual",
-        f"{FORWARD}/consumer.cuh",
-        "(flags & (Step::kMasked | Step::kStarts | Step::kLast))",
-        "(flags & (Step::kStarts | Step::kLast))",
-        USUAL,
-    ),
-    Mutant(
-        "Hopper forward: half of the rows keep the sums of their first tile",
-        f"{FORWARD}/consumer_trust.cuh",
-        "  sums.sum[1] += tile[1];\n",
-        "",
-        USUAL,
     ),
     Mutant(
         "Hopper forward: rows of another sequence leap",
@@ -151,7 +129,7 @@ SM90_EMULATED = (
     Mutant(
         "Hopper forward: sums stay where somebody looks at maxima",
         f"{FORWARD}/consumer.cuh",
-        "        rows.sums.sum[0] *= factor[0];\n",
+        "          rows.sums.sum[0] *= factor[0];\n",
         "",
         MASKED_LEAPS,
     ),

@@ -159,7 +159,7 @@ GPU = (
     Mutant(
         "Hopper forward: O is not scaled to a new maximum",
         f"{HOPPER}/forward/consumer.cuh",
-        "if (!pending.ends) Rescale<Traits>(rows, factor);",
+        "if (!ends) Rescale<Traits>(rows, factor);",
         "",
         SM90,
         FORWARD,

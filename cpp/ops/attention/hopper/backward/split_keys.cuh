@@ -40,9 +40,9 @@ struct SplitKeysWorker {
   // Interleaved, of so many blocks the exponents are there before dP is awaited.
   static constexpr int kExponents = 4;
   // Whether lse of these is read before S is issued, while shared memory is not yet busy with
-  // products. D64 gains nothing.
+  // products. D64 gains nothing; D96 was not measured.
   static constexpr bool kReadsEarly = kInterleaves && kDim == 128;
-  // Whether lse and delta are held in registers; interleaved, each other block reads its own.
+  // Whether lse and delta are held in registers; interleaved, each further block reads its own.
   static constexpr bool kHoldsRows = !kInterleaves && kQueries < 128 && !Shape::kCapped;
   // Whether there are registers for V, too, which products then need not read with every step.
   static constexpr bool kHoldsValues = kInterleaves && kDim == 64;

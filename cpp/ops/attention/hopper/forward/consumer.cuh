@@ -66,9 +66,6 @@ class Consumer {
   static constexpr bool kTrusts = std::is_same_v<typename Traits::T, __nv_bfloat16> &&
                                   (Traits::kQueryDim == 64 || Traits::kQueryDim == 128) &&
                                   !Traits::kCapped && Traits::kKind != ForwardKind::kGeneral;
-  // Whether steps like most have a loop of their own, so that what others need does not lie between
-  // their instructions. Without dropout the limit of power hides what that gains.
-  static constexpr bool kSeparates = kTrusts && Traits::kDrops && !Traits::kPaged;
 
   // Waits for the next item. Its Q is in queries_.stage.
   __device__ __forceinline__ const Item* NextItem() {
@@ -81,6 +78,7 @@ class Consumer {
   // the first product of an item is issued with the last of the one before. Returns the first item
   // that is not computed.
   __device__ __forceinline__ const Item* Compute(const Item* item, Rows<Traits>& rows) {
+    constexpr int kHalf = kColumns / 2;
     float factor[2], sum[2][2] = {}, tile[2];
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
     FenceRows();
@@ -108,23 +106,88 @@ class Consumer {
     PackRows(rows);
 
     const Item* next = item;
-    Pending pending;
-    pending.ends = flags & Step::kLast;
+    bool keys_there = false, values_there = false;  // of the next products
 #pragma unroll 1
     for (;;) {
-      if (pending.ends) {
+      // Whether the pending product begins its item, and ends it.
+      const bool begins = flags & Step::kStarts, ends = flags & Step::kLast;
+      if (ends) {
         if (Traits::kQueryStages == 1) break;
         next = NextItem();
         // By a vote, since the compiler keeps in uniform registers what depends on it then.
         if (!__any_sync(~0u, next->is == Item::kTiles)) break;
       }
-#pragma unroll 1
-      for (;;) {
-        AwaitStep(pending, flags);
-        if (!kSeparates || __builtin_expect(IsUnusual(flags, tile), false)) break;
-        ComputeStep<true>(item, next, pending, flags, rows, factor, tile);
+      const Stage values = keys_.Before();
+      if (!keys_there) BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+      if (WaitsEarly() && !values_there) {
+        AwaitValues(values);
+        values_there = true;
       }
-      ComputeStep<false>(item, next, pending, flags, rows, factor, tile);
+      FenceRows();
+      flags = shared_.steps[steps_.stage].flags;  // before the products: it takes a while
+      if (Traits::kTiles.turns) WaitTurn();
+      Pin(rows);
+      WgmmaFence();
+      IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
+      WgmmaCommit();
+      if constexpr (kTrusts) TakeSums(*item, rows, tile);
+      if (!values_there) AwaitValues(values);
+      ClearUnseen(values);
+      WgmmaFence();
+      IssueValues<Traits>(rows, ValuesOperand(values), begins);
+      WgmmaCommit();
+      if (Traits::kTiles.turns) PassTurn();
+      // By a vote, for the compiler's uniform registers.
+      const bool trusts = kTrusts && __all_sync(~0u, !(flags & Step::kStarts) && trusts_);
+      WgmmaWait<1>();
+      KeepAfter(rows.s());
+      Finish(*next, flags, steps_.stage, rows);
+      const RowSums before = rows.sums;
+      if (Traits::kQueryStages > 1 && ends) rows.sums = RowSums();
+      // The first half of the exponentials runs under P V; the second hides the way from S to P and
+      // the scaling of O. The wait is in both branches because the assembler moves it up as far as
+      // it can, but not above a branch.
+      bool moved = false;
+      if (!trusts) {
+        moved = Follow(flags, rows, factor);
+        if constexpr (kTrusts) {
+          if (flags & Step::kStarts) {
+            BeginTrust(*next, flags, rows.sums);
+          } else {
+            NoteTrust(flags, rows.sums);
+          }
+          rows.sums.sum[0] *= factor[0];
+          rows.sums.sum[1] *= factor[1];
+        }
+      }
+      TakeDropout(*next, flags);
+      LeaveScores(flags);
+      float sum[2][2] = {};
+      WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
+      KeepAfter(sum[0]);
+      KeepAfter(sum[1]);
+      if (moved) {
+        WgmmaWait<0>();
+        KeepAfter(rows.o());
+        if (!ends) Rescale<Traits>(rows, factor);
+      } else {
+        WgmmaWaitApart();
+        KeepAfter(rows.o());
+      }
+      LeaveKeys(&shared_.v_empty[values.stage]);
+      // To ask takes as long as some exponentials; they hide it. Dense keys are 2 % slower with it.
+      if constexpr (Traits::kPaged) {
+        keys_there = IsThere(shared_.k_full, keys_);
+        values_there = IsThere(shared_.v_full, keys_.Before());
+      }
+      WithExponent(
+          [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
+      KeepSums(rows, factor, sum, tile);
+      PackRows(rows);
+      if (Traits::kQueryStages > 1 && ends) {
+        WriteItem(*item, before, rows);
+        item = next;
+      }
     }
     const Stage values = keys_.Before();
     if constexpr (kTrusts) TakeSums(*item, rows, tile);
@@ -140,114 +203,6 @@ class Consumer {
     LeaveKeys(&shared_.v_empty[values.stage]);
     WriteItem(*item, rows.sums, rows);
     return Traits::kQueryStages == 1 ? NextItem() : next;
-  }
-
-  // Of Compute: the product with V that is still to be issued.
-  struct Pending {
-    Stage values;                                   // its V
-    bool begins, ends;                              // whether it does so with its item
-    bool keys_there = false, values_there = false;  // of the next products
-  };
-
-  // Waits for the next K, and for the flags of its step: before the products, as it takes a while.
-  __device__ __forceinline__ void AwaitStep(Pending& pending, int& flags) {
-    pending.begins = flags & Step::kStarts;
-    pending.values = keys_.Before();
-    if (!pending.keys_there) BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
-    if (WaitsEarly() && !pending.values_there) {
-      AwaitValues(pending.values);
-      pending.values_there = true;
-    }
-    FenceRows();
-    flags = shared_.steps[steps_.stage].flags;
-  }
-
-  // Whether a step has something that ComputeStep has to look for.
-  __device__ __forceinline__ bool IsUnusual(int flags, const float (&tile)[2]) const {
-    bool unusual = (flags & (Step::kMasked | Step::kStarts | Step::kLast)) != 0 || !trusts_;
-    unusual |= clear_from_ < Traits::kKeys;
-    return __any_sync(~0u, unusual || tile[0] > kOutgrownByMuch || tile[1] > kOutgrownByMuch);
-  }
-
-  // A step of Compute: its scores become probabilities, and the pending product is computed.
-  template <bool kUsual>
-  __device__ __forceinline__ void ComputeStep(const Item*& item, const Item* next, Pending& pending,
-                                              int flags, Rows<Traits>& rows, float (&factor)[2],
-                                              float (&tile)[2]) {
-    constexpr int kHalf = kColumns / 2;
-    if (Traits::kTiles.turns) WaitTurn();
-    Pin(rows);
-    WgmmaFence();
-    IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
-    WgmmaCommit();
-    if constexpr (kUsual) {
-      AddTile(rows.sums, tile);
-    } else if constexpr (kTrusts) {
-      TakeSums(*item, rows, tile);
-    }
-    if (!pending.values_there) AwaitValues(pending.values);
-    if (!kUsual) ClearUnseen(pending.values);
-    WgmmaFence();
-    IssueValues<Traits>(rows, ValuesOperand(pending.values), pending.begins);
-    WgmmaCommit();
-    if (Traits::kTiles.turns) PassTurn();
-    // By a vote, for the compiler's uniform registers.
-    const bool trusts = kUsual || (kTrusts && __all_sync(~0u, !(flags & Step::kStarts) && trusts_));
-    WgmmaWait<1>();
-    KeepAfter(rows.s());
-    if (!kUsual) Finish(*next, flags, steps_.stage, rows);
-    const RowSums before = rows.sums;
-    if (!kUsual && Traits::kQueryStages > 1 && pending.ends) rows.sums = RowSums();
-    // The first half of the exponentials runs under P V; the second hides the way from S to P and
-    // the scaling of O. The wait is in both branches because the assembler moves it up as far as
-    // it can, but not above a branch, nor into another round of a loop.
-    bool moved = false;
-    if (!trusts) {
-      moved = Follow(flags, rows, factor);
-      if constexpr (kTrusts) {
-        if (flags & Step::kStarts) {
-          BeginTrust(*next, flags, rows.sums);
-        } else {
-          NoteTrust(flags, rows.sums);
-        }
-        rows.sums.sum[0] *= factor[0];
-        rows.sums.sum[1] *= factor[1];
-      }
-    }
-    TakeDropout(*next, kUsual ? 0 : flags);
-    LeaveScores(kUsual ? 0 : flags);
-    float sum[2][2] = {};
-    WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
-    KeepAfter(sum[0]);
-    KeepAfter(sum[1]);
-    if constexpr (kUsual) {
-#pragma unroll 1
-      do {  // once
-        WgmmaWait<0>();
-      } while (p_.num_heads < 0);
-      KeepAfter(rows.o());
-    } else if (moved) {
-      WgmmaWait<0>();
-      KeepAfter(rows.o());
-      if (!pending.ends) Rescale<Traits>(rows, factor);
-    } else {
-      WgmmaWaitApart();
-      KeepAfter(rows.o());
-    }
-    LeaveKeys(&shared_.v_empty[pending.values.stage]);
-    // To ask takes as long as some exponentials; they hide it. Dense keys are 2 % slower with it.
-    if constexpr (Traits::kPaged) {
-      pending.keys_there = IsThere(shared_.k_full, keys_);
-      pending.values_there = IsThere(shared_.v_full, keys_.Before());
-    }
-    WithExponent([&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
-    KeepSums(rows, factor, sum, tile);
-    PackRows(rows);
-    if (!kUsual && Traits::kQueryStages > 1 && pending.ends) {
-      WriteItem(*item, before, rows);
-      item = next;
-    }
-    pending.ends = !kUsual && (flags & Step::kLast) != 0;
   }
 
   // The same in 8 bits (consumer_narrow.cuh).
@@ -280,7 +235,6 @@ class Consumer {
   __device__ __forceinline__ void KeepSums(Rows<Traits>& rows, const float (&factor)[2],
                                            const float (&sum)[2][2], float (&tile)[2]) const;
   __device__ __forceinline__ void TakeSums(const Item& item, Rows<Traits>& rows, float (&tile)[2]);
-  __device__ __forceinline__ void AddTile(RowSums& sums, const float (&tile)[2]);
   __device__ __forceinline__ void ComputeAgain(const Item& item, int step, Rows<Traits>& rows,
                                                float (&tile)[2]);
 

@@ -63,14 +63,9 @@ __device__ __forceinline__ void Consumer<Traits>::TakeSums(const Item& item, Row
     grows_ = true;
     trusts_ = false;
   }
-  AddTile(rows.sums, tile);
-}
-// Without that question.
-template <typename Traits>
-__device__ __forceinline__ void Consumer<Traits>::AddTile(RowSums& sums, const float (&tile)[2]) {
-  BarrierArrive(SharedAddress(&shared_.step_empty[steps_.Before().stage]));
-  sums.sum[0] += tile[0];
-  sums.sum[1] += tile[1];
+  BarrierArrive(SharedAddress(&shared_.step_empty[step.stage]));
+  rows.sums.sum[0] += tile[0];
+  rows.sums.sum[1] += tile[1];
 }
 
 // The probabilities of a tile once more, with new references for rows that need some; `tile` is

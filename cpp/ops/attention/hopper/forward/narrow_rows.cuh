@@ -78,7 +78,7 @@ constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.7f, kLargeExponent = 1 << 20
 // deviations of the tile's scores above their mean: normally distributed ones pass that once in
 // 300,000, so rows of these nearly always keep their first reference. A row with a key that stands
 // out leaves no room for larger ones. None leaves more than kMostRoom, or so much that the tile's
-// smallest score would come below 2^-6, where codes get coarse: there may be thousands like it.
+// smallest score would come below 2^-6, where codes end: there may be thousands like it.
 constexpr float kDeviations = 4.5f, kMostRoom = 3.0f, kWidest = 8.0f + 5.5f;
 
 // How far above a tile's maxima those of their rows are expected to be, in powers of 2: whole ones,
