@@ -148,8 +148,8 @@ def test_references_that_leap_under_masks_are_right(name, dims, scale, launcher)
 @pytest.mark.parametrize("scale", [None, 3.0, 30.0])
 @pytest.mark.parametrize("dims", ["64", "128"])
 @pytest.mark.parametrize("name", names_with("dropout"))
-def test_usual_steps_with_dropout_are_right(name, dims, scale, launcher):
-    """Those between an item's first and last tile, if nothing is masked."""
+def test_dropout_over_many_tiles_is_right(name, dims, scale, launcher):
+    """Whether rows leap in one of them or not."""
     hold(launcher, option(name, dims, kv_len=700, **{"scale": scale} if scale else {}))
 
 
