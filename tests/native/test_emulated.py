@@ -208,8 +208,18 @@ STRICT = """
 #include "device/cp_async.cuh"
 #include "device/mbarrier.cuh"
 #include "device/mma.cuh"
+#include "device/wgmma.cuh"
 
 float from[4] = {1.0f, 2.0f, 3.0f, 4.0f}, seen[3];
+
+[[gnu::noinline]] void Multiply() {
+  float d[32] = {};
+  const uint64_t a = kvblock::SharedOperand(0), b = a;
+  kvblock::WgmmaFence();
+  kvblock::Wgmma<64>::Shared<__nv_bfloat16>(d, a, b, false);
+  kvblock::WgmmaCommit();
+  kvblock::WgmmaWait<0>();
+}
 
 void Kernel(int what) {
   float* const shared = reinterpret_cast<float*>(emulator::shared);
@@ -222,16 +232,22 @@ void Kernel(int what) {
     seen[2] = shared[1];
   } else if (what == 1) {
     if (threadIdx.x < 32) __syncthreads();  // the others never come
-  } else {
+  } else if (what == 2) {
     kvblock::CopyAsync<16>(shared, from + 1);  // not aligned
+  } else if (threadIdx.x < 96 || what == 3) {
+    Multiply();
+  } else {
+    Multiply();  // a warp at another place
   }
 }
 
 int main(int count, char**) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1);
-  config.blockDim = dim3(count == 2 ? 64 : 1);
+  config.blockDim = dim3(count > 3 ? 128 : count == 2 ? 64 : 1);
+  config.dynamicSmemBytes = count > 3 ? 32768 : 0;
   cudaLaunchKernelEx(&config, Kernel, count - 1);
+  if (count > 3) return 0;
   const bool nan = seen[0] != seen[0] && seen[1] != seen[1];
   return nan && seen[2] == 2.0f ? 0 : 1;
 }
@@ -243,9 +259,16 @@ def test_the_emulator_is_strict(tmp_path):
     source, program = tmp_path / "strict.cc", tmp_path / "strict"
     source.write_text(STRICT)
     compiler = os.environ.get("CXX") or shutil.which("g++") or "clang++"
-    folder = ROOT / "tests/support/emulator"
+    folders = ROOT / "tests/support/emulator", ROOT / "cpp"
     subprocess.run(
-        [compiler, "-std=c++17", f"-I{folder}", str(source), "-o", str(program)],
+        [
+            compiler,
+            "-std=c++17",
+            *(f"-I{f}" for f in folders),
+            str(source),
+            "-o",
+            str(program),
+        ],
         check=True,
     )
 
@@ -258,6 +281,9 @@ def test_the_emulator_is_strict(tmp_path):
     assert status == 70 and "a barrier that some threads never reach" in said
     status, said = outcome("x", "x")
     assert status == 70 and "a copy is not aligned" in said
+    assert outcome("x", "x", "x") == (0, "")
+    status, said = outcome("x", "x", "x", "x")
+    assert status == 70 and "issue products of other places" in said
 
 
 @pytest.mark.torch

@@ -52,7 +52,7 @@ def build_emulated(library: Path, *given: str) -> None:
     """A library of sources that see the emulator in CUDA's place; given: paths below
     the project, and flags."""
     command = [compiler(), "-std=c++17", "-O2", "-fPIC", "-shared"]
-    command += ["-Wno-unknown-pragmas"]
+    command += ["-Wno-unknown-pragmas", "-fno-omit-frame-pointer"]  # fibers.h, CallPath
     # A device, its memory and what is counted are this library's, whatever others are
     # loaded beside it. Only GCC shares them, and only it knows the flag.
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True)

@@ -81,6 +81,7 @@ def compile_checked(
 ) -> None:
     """The kernels' files are instrumented, the checker and other sources are not."""
     command = ["g++", "-std=c++17", "-O1", "-g1", "-fPIC", "-Wno-unknown-pragmas"]
+    command += ["-fno-omit-frame-pointer"]
     # Some compilers check copies of memory, by functions whose accesses nobody sees.
     command += ["-U_FORTIFY_SOURCE"]
     # Shared memory is this library's, whatever others are loaded beside it.

@@ -72,7 +72,8 @@ inline void Prepare(Context* context, char* stack, size_t bytes, void (*entry)()
   const auto top = (reinterpret_cast<uintptr_t>(stack) + bytes) / 16 * 16;
   void** place = reinterpret_cast<void**>(top) - 1;  // as if `entry` had been called
   *--place = reinterpret_cast<void*>(entry);
-  context->stack_pointer = place - 6;
+  for (int i = 0; i < 6; ++i) *--place = nullptr;  // rbp, too: there frames end
+  context->stack_pointer = place;
 }
 #else
 struct Context {
@@ -93,6 +94,7 @@ constexpr size_t kStackBytes = 256 * 1024;
 struct Cta;
 struct Fiber {
   Context context;
+  const char* stack = nullptr;
   Cta* of = nullptr;
   int thread = 0;
   bool done = false;
@@ -163,7 +165,8 @@ struct Cta {
   std::map<int, Barrier> named;
   std::map<uint32_t, SharedBarrier> in_shared;
   std::vector<Warp> warps;
-  std::vector<Barrier> products;  // of each warpgroup
+  std::vector<Barrier> products;     // of each warpgroup
+  std::vector<uintptr_t> issued_at;  // of each warpgroup, CallPath of the product it meets for
   std::vector<Products> pending;  // of each thread
   std::vector<int> meetings;      // of each thread with its warp
   std::vector<int> counts;        // of each thread, as below
@@ -277,6 +280,7 @@ inline void RunCluster(uint3 first, int ctas, int threads, const std::function<v
     own.fibers.resize(threads);
     own.warps.resize((threads + kWarp - 1) / kWarp);
     own.products.resize(own.warps.size() / kGroupOfWarps);
+    own.issued_at.resize(own.products.size());
     own.pending.resize(threads);
     own.meetings.resize(threads);
     own.counts.resize(threads);
@@ -286,6 +290,7 @@ inline void RunCluster(uint3 first, int ctas, int threads, const std::function<v
       Fiber& fiber = own.fibers[i];
       fiber.of = &own;
       fiber.thread = i;
+      fiber.stack = stacks[rank * threads + i].get();
       Prepare(&fiber.context, stacks[rank * threads + i].get(), kStackBytes, Entry);
       own.ready.push_back(&fiber);
     }
@@ -332,10 +337,29 @@ uint32_t (*Show(const std::array<uint32_t, kCount>& words)) [kWords] {
   return place;
 } inline uint32_t (*Show(uint32_t word)) [kWords] { return Show(std::array<uint32_t, 1>{word}); }
 
-// The warps of a warpgroup start a product together; that orders nothing in memory.
+// A number for the calls that this thread is in, by where they return to (with frame pointers):
+// threads that have another one are at another place of the program.
+EMULATOR_UNSEEN inline uintptr_t CallPath() {
+  const auto end = reinterpret_cast<uintptr_t>(cta->running->stack) + kStackBytes;
+  const auto* frame = static_cast<const uintptr_t*>(__builtin_frame_address(0));
+  uintptr_t path = 0;
+  // The frame before; that of Entry has none on this stack.
+  while (frame[0] > reinterpret_cast<uintptr_t>(frame) && frame[0] < end) {
+    path = path * 31 + frame[1];
+    frame = reinterpret_cast<const uintptr_t*>(frame[0]);
+  }
+  return path;
+}
+
+// The warps of a warpgroup start a product together, and the same one: that of the same place, or
+// nothing is known of what comes of it. It orders nothing in memory.
 inline void MeetForProduct() {
   constexpr int kThreads = kGroupOfWarps * kWarp;
-  Meet(cta->products[threadIdx.x / kThreads], kThreads);
+  const unsigned group = threadIdx.x / kThreads;
+  const uintptr_t path = CallPath();
+  if (cta->products[group].arrived == 0) cta->issued_at[group] = path;
+  if (cta->issued_at[group] != path) Die("warps of a warpgroup issue products of other places");
+  Meet(cta->products[group], kThreads);
 }
 
 inline uint32_t Bits(float x) {
