@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.attention import joining
+from jax_kvblock.attention import joining, tile_lists
 from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
@@ -460,11 +460,19 @@ def _flagged(x: Operands) -> jax.Array:
 def _transposed(
     config: AttentionConfig, x: Operands, size: Sizes
 ) -> tuple[jax.Array, jax.Array]:
-    """For each KV tile the query tiles that list it."""
+    """For each KV tile the query tiles that list it, in order, and how many do.
+
+    The kernels use no entry behind these: there it is -1 or any other.
+    """
     tiles = jnp.swapaxes(tile_map(config, x, size.kv_len), 2, 3)
     listed = tiles != NOT_LISTED
-    order = jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32)
+    if tile_lists.serves(listed):
+        order, counts = tile_lists.list_tiles(listed, width=listed.shape[-1])
+    else:
+        order = jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32)
+        counts = listed.sum(-1, dtype=jnp.int32)
     if x.tile_masks is not None:
-        kinds = jnp.take_along_axis(tiles, order, axis=-1)
-        order += jnp.where(kinds >= 0, PARTIAL, 0).astype(jnp.int32)
-    return order, listed.sum(-1, dtype=jnp.int32)
+        kinds = jnp.take_along_axis(tiles, jnp.maximum(order, 0), axis=-1)
+        partial = (order >= 0) & (kinds >= 0)
+        order += jnp.where(partial, PARTIAL, 0).astype(jnp.int32)
+    return order, counts

@@ -1,6 +1,7 @@
 """The CUDA kernels that choose tiles: what they serve, how their launchers are called.
 
-Each function describes a call to an FFI handler in `cpp/ops/select/select_ffi.cc`.
+Each function describes a call to an FFI handler in `cpp/ops/select/select_ffi.cc`; the
+one of lists, which attention calls, too, is in `attention/tile_lists.py`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kvblock.attention import tile_lists
 from jax_kvblock.core import ffi
 from jax_kvblock.sparse import plain
 
 POOL_PIECES, WEIGH_TILES = "kvblock_pool_pieces", "kvblock_weigh_tiles"
-KEEP_TILES, LIST_TILES = "kvblock_keep_tiles", "kvblock_list_tiles"
+KEEP_TILES = "kvblock_keep_tiles"
 POOLED = ("bfloat16", "float16", "float32")  # dtypes of what is pooled, and weighed
-MOST_COLUMNS = 16384  # KVBLOCK_MOST_COLUMNS: two million keys in tiles of 128
 NORMED = tuple(16 << i for i in range(6))  # bytes of a head that is normed
 PIECES = (1, 2, 4, 8, 16, 32)  # of a tile, in a call of kvblock_weigh_tiles
 MOST_PIECE_DIM = 256  # KVBLOCK_MOST_PIECE_DIM
@@ -40,8 +41,8 @@ def serves(
         fits = str(x.dtype) in POOLED and bytes_wide % 16 == 0
     elif name == WEIGH_TILES:
         fits = _weighs(operands, **static)
-    else:
-        fits = x.shape[-1] <= MOST_COLUMNS
+    else:  # both kernels of maps serve the same
+        fits = tile_lists.serves(x)
     if not fits or (not ffi.BUILD["cuda"] and ffi.gpu_present()):
         return False
     capabilities = ffi.gpu_capabilities()
@@ -138,13 +139,3 @@ def keep_tiles(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any
     flat = [x.reshape(rows, columns) for x in (scores, states)]
     kept, *held = launch(*flat, limits.reshape(rows), tau=np.float32(tau))
     return [kept.reshape(scores.shape), *(x.reshape(limits.shape) for x in held)]
-
-
-def list_tiles(kept: Any, *, width: int) -> list[Any]:
-    """`plain.list_tiles` by the kernel."""
-    *leading, columns = kept.shape
-    flat = kept.reshape(-1, columns)
-    shapes = ((flat.shape[0], width), flat.shape[:1])
-    results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    indices, counts = jax.ffi.ffi_call(LIST_TILES, results)(flat)
-    return [indices.reshape(*leading, width), counts.reshape(leading)]

@@ -16,6 +16,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_kvblock.attention import tile_lists
 from jax_kvblock.attention.precision import resolve
 from jax_kvblock.core.spmd import is_partitioned, lower_local, vary_alike
 from jax_kvblock.sparse import cuda, plain
@@ -188,5 +189,5 @@ keep_tiles_p = _primitive(
     cuda.KEEP_TILES, _keep_tiles_avals, plain.keep_tiles, cuda.keep_tiles
 )
 list_tiles_p = _primitive(
-    cuda.LIST_TILES, _list_tiles_avals, plain.list_tiles, cuda.list_tiles
+    tile_lists.LIST_TILES, _list_tiles_avals, plain.list_tiles, tile_lists.list_tiles
 )

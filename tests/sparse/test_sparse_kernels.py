@@ -18,6 +18,7 @@ from select_launches import TAUS, WEIGHS, Rows, draw, draw_weighed
 from sparse_cases import TILES
 from sparse_cases import draw as draw_qk
 
+from jax_kvblock.attention.tile_lists import LIST_TILES, MOST_COLUMNS
 from jax_kvblock.sparse import (
     AntidiagonalThreshold,
     LearnedGate,
@@ -158,7 +159,7 @@ def test_kernels_choose_as_plain_jax_does(columns, tau, select_as_cuda, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tau", TAUS)
-@pytest.mark.parametrize("columns", [1, 40, 300, 8200, cuda.MOST_COLUMNS])
+@pytest.mark.parametrize("columns", [1, 40, 300, 8200, MOST_COLUMNS])
 def test_kernels_choose_so_on_this_gpu(columns, tau, rng):
     hold(columns, tau, rng)
 
@@ -378,7 +379,7 @@ def test_exports_have_them_and_a_batch_may_be_a_symbol(
     """Where their targets are named, as docs/sparse.md does."""
     targets = map(
         jax.export.DisabledSafetyCheck.custom_call,
-        (cuda.POOL_PIECES, cuda.WEIGH_TILES, cuda.KEEP_TILES, cuda.LIST_TILES),
+        (cuda.POOL_PIECES, cuda.WEIGH_TILES, cuda.KEEP_TILES, LIST_TILES),
     )
 
     def choose(q, k):
@@ -453,7 +454,7 @@ def test_a_gpus_program_weighs_by_a_kernel():
 
 
 def test_rows_too_long_for_them():
-    columns = cuda.MOST_COLUMNS + 1
+    columns = MOST_COLUMNS + 1
     scores = jax.ShapeDtypeStruct((1, columns), jnp.float32)
     states = jax.ShapeDtypeStruct((1, columns), jnp.uint8)
     limits = jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -118,9 +118,14 @@ def paged_as_cuda(
 
 @pytest.fixture
 def float32_as_cuda(
-    float32_library: Path, monkeypatch: pytest.MonkeyPatch
+    float32_library: Path,
+    emulated_select: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
-    """The same of calls of `flash_attention` and its like in float32."""
+    """The same of calls of `flash_attention` and its like in float32.
+
+    Gradients over lists call the kernel that makes lists, too.
+    """
     library = ctypes.CDLL(str(float32_library))
     for op in ("forward", "backward_kv", "backward_q", "backward_bias"):
         handler = jax.ffi.pycapsule(library[f"Emulated_{op}"])

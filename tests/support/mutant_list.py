@@ -69,6 +69,7 @@ def test(file: str, names: str = "test") -> tuple[str, ...]:
 
 APPEND, KERNEL = "jax_kvblock/append", "cpp/ops/append/append_kernel.cuh"
 LAUNCH = test("test_attention_launch")
+TRANSPOSED = test("test_attention_mask_tiles", "test_lists_the_other_way and partial")
 LENGTHS = test("test_attention", "test_lengths and float32 and T127")
 FEW_QUERIES = test("test_attention_few_queries", "test_every_option")
 WINDOWS = test("test_attention_masks", "test_windows and float32")
@@ -293,6 +294,27 @@ CPU = (
         "tiles = jnp.swapaxes(tile_map(config, x, size.kv_len), 2, 3)",
         "tiles = tile_map(config, x, size.kv_len)",
         LAUNCH,
+    ),
+    Mutant(
+        "lists that are transposed lose their last entry",
+        CUDA,
+        "tile_lists.list_tiles(listed, width=listed.shape[-1])",
+        "tile_lists.list_tiles(listed, width=max(listed.shape[-1] - 1, 1))",
+        TRANSPOSED,
+    ),
+    Mutant(
+        "what lies behind a list is a partial tile",
+        CUDA,
+        "partial = (order >= 0) & (kinds >= 0)",
+        "partial = kinds >= 0",
+        TRANSPOSED,
+    ),
+    Mutant(
+        "lists of any length are made by the kernel",
+        "jax_kvblock/attention/tile_lists.py",
+        "return 0 not in kept.shape and kept.shape[-1] <= MOST_COLUMNS",
+        "return 0 not in kept.shape",
+        test("test_attention_mask_tiles", "test_gradients_over_lists_sort_nothing"),
     ),
     Mutant(
         "any dtype is served",
