@@ -1,10 +1,11 @@
 """Two builds of libkvblock.so in turns: has a change made the kernels slower?
 
-    python benchmarks/turns.py OLD NEW [--out FILE]
+    python benchmarks/turns.py OLD NEW [--cases TEXT] [--bits] [--out FILE]
 
 Calls the attention launchers by the C interface, without jax. In each of nine rounds
 both libraries compute the same call for about 12 ms, and the order changes; a row is
-the median of the rounds' ratios, old time / new time. Needs torch on a Hopper GPU.
+the median of the rounds' ratios, old time / new time. --bits compares what they compute
+first. Needs torch on a Hopper GPU.
 A library of before attention's struct was split by pass needs --old-flat, and
 --old-without FIELD for each member that its struct lacks besides (base).
 """
@@ -42,6 +43,8 @@ CASES: tuple[tuple[str, int, int, int, int, int, int, dict[str, Any]], ...] = (
     ("tiles 1/8 8k D128", 1, 16, 16, 8192, 128, FULL, {"tiles": 8}),
     ("tiles 1/8 8k D64", 1, 16, 16, 8192, 64, FULL, {"tiles": 8}),
     ("tiles 1/8 8k D256", 1, 8, 8, 8192, 256, FULL, {"tiles": 8}),
+    ("tiles 1/8 16k GQA", 1, 32, 8, 16384, 128, FULL, {"tiles": 8}),
+    ("tiles 1/8 causal 16k GQA", 1, 32, 8, 16384, 128, CAUSAL, {"tiles": 8}),
     ("dropout 8k D128", 2, 16, 16, 8192, 128, FULL, {"dropout": 13}),
     ("dropout causal 8k D128", 2, 16, 16, 8192, 128, CAUSAL, {"dropout": 13}),
     ("dropout causal 16k GQA", 1, 32, 8, 16384, 128, CAUSAL, {"dropout": 13}),
@@ -103,7 +106,7 @@ class Library:
 
 def draw(
     batch: int, heads: int, kv_heads: int, length: int, dim: int, right: int, **how: Any
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The struct's members of a call, and the tensors that they point to."""
     kept: dict[str, torch.Tensor] = {}
     value_dim = how.get("value_dim", dim)
@@ -135,15 +138,56 @@ def draw(
         kept["dropout_keys"] = keys.cuda()
         members["dropout"] = parts
     if share := how.get("tiles"):
-        columns, entries = length // 128, length // 128 // share
-        lists = [torch.randperm(columns)[:entries] for _ in range(heads * columns)]
-        kept["tile_indices"] = torch.stack(lists).to(torch.int32).cuda()
-        counts = torch.full((heads * columns,), entries, dtype=torch.int32)
-        kept["tile_counts"] = counts.cuda()
+        lists = draw_lists(heads, length // 128, share, right == CAUSAL)
+        kept |= {name: x.cuda() for name, x in lists.items()}
         members |= {"tile_batch": 1, "tile_heads": heads, "tile_q": 128, "tile_kv": 128}
-        members["max_tiles"] = entries
+        members["max_tiles"] = lists["tile_indices"].shape[-1]
+        members["max_tiles_t"] = lists["tile_indices_t"].shape[-1]
     members |= {name: tensor.data_ptr() for name, tensor in kept.items()}
-    return members, list(kept.values())
+    return members, kept
+
+
+def draw_lists(
+    heads: int, tiles: int, share: int, causal: bool
+) -> dict[str, torch.Tensor]:
+    """One of so many tiles that each row of tiles sees; its own where it is causal."""
+    chances = torch.rand(heads, tiles, tiles)
+    if causal:
+        row, column = torch.meshgrid(*[torch.arange(tiles)] * 2, indexing="ij")
+        chances += 2.0 * (row == column) - 2.0 * (row < column)
+        seen = row[:, 0] + 1
+    else:
+        seen = torch.full((tiles,), tiles)
+    ranks = chances.argsort(-1, descending=True).argsort(-1)
+    listed = ranks < -(-seen[:, None] // share)
+    found = {}
+    for end, each in (("", listed), ("_t", listed.mT)):
+        counts = each.sum(-1)
+        at = torch.argsort((~each).to(torch.int8), dim=-1, stable=True)
+        if not end:
+            at = at[..., : int(counts.max())]
+        found[f"tile_indices{end}"] = at.to(torch.int32).contiguous()
+        found[f"tile_counts{end}"] = counts.to(torch.int32).contiguous()
+    return found
+
+
+def bits(
+    libraries: tuple[Library, Library], name: str, members: Any, kept: Any
+) -> list[str]:
+    """The results of a call in which two libraries have other bits."""
+    results = ("o", "lse") if name == "forward" else ("dq", "dk", "dv")
+    found = []
+    for library in libraries:
+        # The scores' lse and delta are operands of backward: whoever reads results last
+        # leaves them as they were.
+        before = {result: kept[result].clone() for result in results}
+        for result in results:
+            kept[result].fill_(float("nan"))
+        library.time(name, members, 1)
+        found.append({result: kept[result].clone() for result in results})
+        for result in results:
+            kept[result].copy_(before[result])
+    return [r for r in results if not torch.equal(found[0][r], found[1][r])]
 
 
 def compare(old: Library, new: Library, name: str, members: Any) -> dict[str, float]:
@@ -179,6 +223,8 @@ def main() -> None:
     parser.add_argument("new")
     parser.add_argument("--old-flat", action="store_true")
     parser.add_argument("--old-without", action="append", default=[], metavar="FIELD")
+    parser.add_argument("--cases", default="", help="a part of their names")
+    parser.add_argument("--bits", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     old = Library(options.old, options.old_flat, options.old_without)
@@ -188,13 +234,17 @@ def main() -> None:
         warm @ warm
     rows = []
     for name, *sizes, how in CASES:
-        members, _kept = draw(*sizes, **how)
-        for launcher in ("forward", "backward_kv")[: 1 if "tiles" in how else 2]:
+        if options.cases not in name:
+            continue
+        members, kept = draw(*sizes, **how)
+        for launcher in ("forward", "backward_kv"):
             found = compare(old, new, launcher, members)
             rows += rows_of(f"{name} / {launcher}", found)
-            print(
-                f"{name} / {launcher}", *(f"{x:.4f}" for x in found.values()), sep="\t"
-            )
+            columns = [f"{name} / {launcher}", *(f"{x:.4f}" for x in found.values())]
+            if options.bits:
+                other = bits((old, new), launcher, members, kept)
+                columns.append(f"other bits: {', '.join(other) or 'none'}")
+            print(*columns, sep="\t", flush=True)
     if options.out:
         options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 

@@ -69,9 +69,10 @@ constexpr int64_t kDqAlignment = 128;  // bytes, of a lane's sums
 // so large ones are of few heads at a time: launches go in kDqLanes lanes, each of which has its
 // own memory for sums, so that one lane's launch fills the multiprocessors that the last thread
 // blocks of the other's leave. A launch has as few heads as fill a GPU for about two milliseconds
-// (without a mask), counted in tiles of 128 keys and in steps of 64 queries on such a tile. Sums of
-// up to 128 MiB are of all heads, and so are those that would take as much memory in lanes. A
-// divisor of all KV heads.
+// (without a mask), counted in tiles of 128 keys and in steps of 64 queries on such a tile; of tile
+// lists twice as many tiles, since thread blocks differ in length and a launch waits for its
+// longest. Sums of up to 128 MiB are of all heads, and so are those that would take as much memory
+// in lanes. A divisor of all KV heads.
 #ifndef KVBLOCK_DQ_FRACTION  // tests on a CPU have small calls
 #define KVBLOCK_DQ_FRACTION 1
 #endif
@@ -87,8 +88,9 @@ int32_t DqKvHeads(const Call& a) {
   const int64_t queries = a.cu_q ? a.q_len / std::max<int64_t>(a.batch, 1) : a.q_len;
   const int64_t group = a.num_heads / std::max(a.num_kv_heads, 1);
   const int64_t steps = tiles * group * ((queries + kDqRows - 1) / kDqRows);
+  const int64_t least_tiles = a.tile_indices != nullptr ? 2 * kLeastDqTiles : kLeastDqTiles;
   const auto suffice = [&](int64_t heads) {
-    return heads * tiles >= kLeastDqTiles && heads * steps >= kLeastDqSteps;
+    return heads * tiles >= least_tiles && heads * steps >= kLeastDqSteps;
   };
   int32_t heads = 1;
   while (heads < a.num_kv_heads && (a.num_kv_heads % heads != 0 || !suffice(heads))) ++heads;

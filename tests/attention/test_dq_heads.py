@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_kvblock import flash_attention
+from jax_kvblock import AttentionTiles, flash_attention
 from jax_kvblock.attention.cuda import KERNELS, OPTIONAL, unserved_by_gpu
 from jax_kvblock.core import ffi
+from jax_kvblock.sparse.plain import list_tiles
 
 PACKED = 1 << OPTIONAL.index("cu_q")
+LISTED = 1 << OPTIONAL.index("tile_indices")
 TILE = 64  # queries whose sums lie together
 COUNTERS = 12  # bytes beside a tile
 LANES = 2  # launches that have sums at the same time
@@ -57,6 +59,21 @@ def test_room_is_for_some_heads(sizes, heads):
     assert heads_at_once(*sizes) == heads
 
 
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [
+        ((1, 8192, 8192, 32, 8), 32),  # 128 MiB of all heads
+        ((1, 16256, 16256, 32, 8), 32),  # 127 tiles of keys: two lanes of four KV heads
+        ((1, 16384, 16384, 32, 8), 16),  # 128: two lanes of two
+        ((1, 32640, 32640, 32, 8), 16),
+        ((1, 32768, 32768, 32, 8), 8),  # 256: two lanes of one
+        ((4, 16384, 8192, 32, 8), 8),
+    ],
+)
+def test_launches_over_lists_have_more_tiles(sizes, heads):
+    assert heads_at_once(*sizes, present=LISTED) == heads
+
+
 def test_packed_rows_count_once():
     sm90, bfloat16 = KERNELS["cuda_sm90"], 0
     sizes = 4, 65536, 65536, 32, 8, 128, 128
@@ -73,7 +90,9 @@ on_hopper = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("kind", ["batch", "tall", "window", "deterministic", "packed"])
+@pytest.mark.parametrize(
+    "kind", ["batch", "tall", "window", "deterministic", "packed", "lists"]
+)
 def test_gradients_of_heads_in_turn(kind):
     """As those of each KV head by itself, whose sums are in one launch."""
     batch = 2 if kind == "batch" else 1
@@ -98,11 +117,16 @@ def test_gradients_of_heads_in_turn(kind):
         options["cu_seqlens"] = (bounds, bounds)
         args = [a[0] for a in args]
 
+    present = 0
+    if kind == "lists":  # of all heads
+        options["tiles"], present = lists_of_a_sixteenth(1, length), LISTED
+
     @jax.jit
     def gradients(q, k, v, d_out):
         return jax.vjp(lambda *x: flash_attention(*x, **options), q, k, v)[1](d_out)
 
-    assert heads_at_once(*shape[:2], length, heads, kv_heads) == 8
+    sizes = *shape[:2], length, heads, kv_heads
+    assert heads_at_once(*sizes, present=present) == 8
     whole = gradients(*args)
     for kv_head in range(kv_heads):
         own = slice(4 * kv_head, 4 * kv_head + 4), slice(kv_head, kv_head + 1)
@@ -114,23 +138,42 @@ def test_gradients_of_heads_in_turn(kind):
             d_out[..., own[0], :],
         )
         for name, a, b, where in zip("qkv", whole, part, (0, 1, 1), strict=True):
-            got, want = a[..., own[where], :].astype(jnp.float32), b.astype(jnp.float32)
-            off = float(jnp.abs(got - want).max() / jnp.abs(want).max())
             # dk and dv have the same bits; dq's sums differ in their order.
-            bar = 0.0 if name != "q" or kind == "deterministic" else 2.0**-7
-            assert off <= bar, f"d{name} of KV head {kv_head} is off by {off:.2g}"
+            exact = name != "q" or kind == "deterministic"
+            what = f"d{name} of KV head {kv_head}"
+            hold(a[..., own[where], :], b, exact, what)
 
 
-def gradients_in_lanes(seed, **options):
+def hold(got, want, exact, what):
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    off = float(jnp.abs(got - want).max() / jnp.abs(want).max())
+    assert off <= (0.0 if exact else 2.0**-7), f"{what} is off by {off:.2g}"
+
+
+def lists_of_a_sixteenth(heads, length):
+    """Of each row of tiles its own and some before it, by chance."""
+    rows = jnp.arange(length // 128)
+    chances = jax.random.uniform(jax.random.key(5), (1, heads, rows.size, rows.size))
+    own = rows[:, None] == rows
+    listed = (own | (chances < 1 / 16)) & (rows <= rows[:, None])
+    return AttentionTiles(*list_tiles(listed, width=rows.size))
+
+
+def gradients_in_lanes(seed, lists=False, **options):
     """Of a call in four rounds; the compiled function, its arguments, what it gives."""
     sizes = 1, 24576, 24576, 8, 8
-    assert heads_at_once(*sizes, dim=256) == 4
+    assert heads_at_once(*sizes, dim=256, present=LISTED if lists else 0) == 4
+    tiles = lists_of_a_sixteenth(8, 24576) if lists else None
     keys = jax.random.split(jax.random.key(seed), 4)
     args = [jax.random.normal(key, (1, 24576, 8, 256), jnp.bfloat16) for key in keys]
 
     def gradients(q, k, v, d_out):
         attend = lambda *x: flash_attention(  # noqa: E731
-            *x, causal=True, deterministic=True, implementation="cuda_sm90"
+            *x,
+            causal=True,
+            tiles=tiles,
+            deterministic=not lists,  # of lists, dq would have a pass of its own
+            implementation="cuda_sm90",
         )
         return jax.vjp(attend, q, k, v)[1](d_out)
 
@@ -140,13 +183,15 @@ def gradients_in_lanes(seed, **options):
 
 @pytest.mark.gpu
 @on_hopper
-def test_lanes_in_a_graph():
-    """XLA records them as a CUDA graph, and runs that: the same bits."""
-    _, _, want = gradients_in_lanes(1, xla_gpu_graph_min_graph_size="2000000000")
-    run, args, got = gradients_in_lanes(1, xla_gpu_graph_min_graph_size="1")
+@pytest.mark.parametrize("lists", [False, True])
+def test_lanes_in_a_graph(lists):
+    """XLA records them as a CUDA graph, and runs that."""
+    alone, graph = "2000000000", "1"
+    _, _, want = gradients_in_lanes(1, lists, xla_gpu_graph_min_graph_size=alone)
+    run, args, got = gradients_in_lanes(1, lists, xla_gpu_graph_min_graph_size=graph)
     for _ in range(3):
-        for a, b in zip(got, want, strict=True):
-            assert bool(jnp.array_equal(a, b))
+        for name, a, b in zip("qkv", got, want, strict=True):
+            hold(a, b, name != "q" or not lists, f"d{name}")
         got = run(*args)
 
 
@@ -154,16 +199,22 @@ def test_lanes_in_a_graph():
 @on_hopper
 def test_lanes_of_threads():
     """Threads launch at the same time: each has a second stream of its own."""
-    calls = [gradients_in_lanes(seed) for seed in range(3)]
+    kinds = [False, True, True]  # whether over lists
+    calls = [gradients_in_lanes(seed, lists) for seed, lists in enumerate(kinds)]
     wrong = []
 
-    def repeat(run, args, want):
+    def repeat(lists, run, args, want):
         for _ in range(8):
-            for a, b in zip(run(*args), want, strict=True):
-                if not bool(jnp.array_equal(a, b)):
-                    wrong.append(run)
+            for name, a, b in zip("qkv", run(*args), want, strict=True):
+                try:
+                    hold(a, b, name != "q" or not lists, f"d{name}")
+                except AssertionError as error:
+                    wrong.append(str(error))
 
-    threads = [threading.Thread(target=repeat, args=call) for call in calls]
+    threads = [
+        threading.Thread(target=repeat, args=(lists, *call))
+        for lists, call in zip(kinds, calls, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -206,6 +206,12 @@ LANES = {
     "head dim 256": dataclasses.replace(
         ONE, dtype="float16", head_dim=256, q_len=130, heads=3, kv_heads=3
     ),
+    "tile lists": dataclasses.replace(
+        ONE, q_len=250, heads=5, kv_heads=5, tiles=(1, True)
+    ),
+    "tile lists, groups": dataclasses.replace(
+        ONE, q_len=130, batch=2, heads=8, kv_heads=4, window=CAUSAL, tiles=(2, False)
+    ),
 }
 
 

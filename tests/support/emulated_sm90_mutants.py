@@ -141,6 +141,27 @@ SM90_EMULATED = (
         PAGED_LEAPS,
     ),
     Mutant(
+        "Hopper backward: the second lane is not awaited",
+        f"{HOPPER}/lanes.h",
+        "status != cudaSuccess ? status : cudaStreamWaitEvent(caller_, own_->event, 0)",
+        "status",
+        test("test_lanes"),
+    ),
+    Mutant(
+        "Hopper backward: the second lane does not wait for the caller",
+        f"{HOPPER}/lanes.h",
+        "if ((status = cudaStreamWaitEvent(own.stream, own.event, 0)) ==",
+        "if (status ==",
+        test("test_lanes"),
+    ),
+    Mutant(
+        "Hopper backward: of lists a launch has as few tiles as of none",
+        "cpp/host/attention_workspace.h",
+        "a.tile_indices != nullptr ? 2 * kLeastDqTiles : kLeastDqTiles",
+        "kLeastDqTiles",
+        test("test_dq_heads", "lists"),
+    ),
+    Mutant(
         "Hopper backward: dq of all rounds is that of the first heads",
         f"{BACKWARD}/backward.cu",
         "  p.scale *= MakeDropout(a).scale;\n  p.first_kv_head = heads.first;",

@@ -155,9 +155,7 @@ inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-  if (flags != (cudaEventBlockingSync | cudaEventDisableTiming)) {
-    return streams::Said(cudaErrorInvalidValue);
-  }
+  if (!(flags & cudaEventDisableTiming)) return streams::Said(cudaErrorInvalidValue);
   *event = new streams::Event;
   std::lock_guard<std::mutex> guard(streams::lock);
   ++streams::alive;
@@ -166,6 +164,10 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) 
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   event->stream = stream;
   event->at = stream->asked;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  stream->Ask([other = event->stream, at = event->at] { other->Wait(at); });
   return cudaSuccess;
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
