@@ -15,7 +15,7 @@ from typing import Any
 
 import attention_sweep
 import pytest
-from attention_problems import Case, Gpu
+from attention_problems import Case, Gpu, Problem
 from attention_sweep import Launcher, judged
 from sweep_cases import CAUSAL, OPTIONS, small
 
@@ -151,6 +151,27 @@ def test_references_that_leap_under_masks_are_right(name, dims, scale, launcher)
 def test_dropout_over_many_tiles_is_right(name, dims, scale, launcher):
     """Whether rows leap in one of them or not."""
     hold(launcher, option(name, dims, kv_len=700, **{"scale": scale} if scale else {}))
+
+
+class OneLeap(Problem):
+    """Scores of one row leap in the third tile of keys, and again in the fourth."""
+
+    def __init__(self, case: Case, place: Any) -> None:
+        super().__init__(case, place)
+        for name, at, size in (("q", 40, 6.0), ("k", 300, 3.0), ("k", 450, 4.5)):
+            self.given[name][:, at] = size
+            self.exact[name][:, at] = size
+
+
+@pytest.mark.parametrize("dims", ["64", "128"])
+def test_dropout_where_one_row_leaps_is_right(dims, launcher, monkeypatch):
+    """One warp of a warpgroup looks at maxima in steps in which the others do not.
+
+    All issue their products from the same place of the program nevertheless, or the
+    emulator ends.
+    """
+    monkeypatch.setattr(attention_sweep, "Problem", OneLeap)
+    hold(launcher, option("dropout", dims, kv_len=700))
 
 
 RATE = Case("bfloat16", 64, 64, 2, 4, 2, 230, 300, 1, dropout=26)

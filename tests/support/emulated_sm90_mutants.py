@@ -35,6 +35,7 @@ ALSO_ON_A_GPU = {
     "backward: passes over queries that see its last keys": sm90("bands and 128"),
     "backward: the last queries of a tall tile have no dq": TALL,
 }
+USUAL, ONE_LEAP = sm90("many_tiles and 64 and None"), sm90("one_row_leaps and 64")
 BACKWARD, FORWARD = f"{HOPPER}/backward", f"{HOPPER}/forward"
 LEAPS, MASKED_LEAPS = sm90("that_leap_are and 64"), sm90("leap_under and 64")
 PAGED_LEAPS = test("test_emulated_paged", "share_a_call and leap and rows")
@@ -104,6 +105,48 @@ SM90_EMULATED = (
         "      if constexpr (kTrusts) TakeSums(*item, rows, tile);",
         "      if constexpr (kTrusts) TakeSums(*next, rows, tile);",
         LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: a row that leaps in a usual step is not computed again",
+        f"{FORWARD}/consumer_trust.cuh",
+        "if (Outgrew(tile, kOutgrownByFar)) ComputeAgain(item, before.stage",
+        "if (false) ComputeAgain(item, before.stage",
+        ONE_LEAP,
+    ),
+    Mutant(
+        "Hopper forward: O stays where a row leaps again in a usual step",
+        f"{FORWARD}/consumer_trust.cuh",
+        "      Rescale<Traits>(rows, factor);\n    }\n    if (looks",
+        "    }\n    if (looks",
+        ONE_LEAP,
+    ),
+    Mutant(
+        "Hopper forward: sums stay where a row leaps again in a usual step",
+        f"{FORWARD}/consumer_trust.cuh",
+        "    rows.sums.sum[0] *= factor[0];\n    rows.sums.sum[1] *= factor[1];\n",
+        "",
+        ONE_LEAP,
+    ),
+    Mutant(
+        "Hopper forward: warps of a warpgroup part where one does not trust its rows",
+        f"{FORWARD}/consumer_trust.cuh",
+        "if (IsUnusual(shared_.steps[steps_.stage].flags)) break;",
+        "if (IsUnusual(shared_.steps[steps_.stage].flags) || looks != kAtNone) break;",
+        ONE_LEAP,
+    ),
+    Mutant(
+        "Hopper forward: masked steps are usual",
+        f"{FORWARD}/consumer_trust.cuh",
+        "(flags & (Step::kMasked | Step::kStarts | Step::kLast))",
+        "(flags & (Step::kStarts | Step::kLast))",
+        USUAL,
+    ),
+    Mutant(
+        "Hopper forward: half of the rows keep the sums of their first tile",
+        f"{FORWARD}/consumer_trust.cuh",
+        "  rows.sums.sum[1] += tile[1];\n  AwaitValues(values);",
+        "  AwaitValues(values);",
+        USUAL,
     ),
     Mutant(
         "Hopper forward: rows of another sequence leap",

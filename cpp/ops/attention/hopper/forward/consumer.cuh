@@ -66,6 +66,9 @@ class Consumer {
   static constexpr bool kTrusts = std::is_same_v<typename Traits::T, __nv_bfloat16> &&
                                   (Traits::kQueryDim == 64 || Traits::kQueryDim == 128) &&
                                   !Traits::kCapped && Traits::kKind != ForwardKind::kGeneral;
+  // Whether steps like most have a loop of their own (ComputeUsual), so that what others need does
+  // not lie between their instructions. Without dropout the limit of power hides what that gains.
+  static constexpr bool kSeparates = kTrusts && Traits::kDrops;
 
   // Waits for the next item. Its Q is in queries_.stage.
   __device__ __forceinline__ const Item* NextItem() {
@@ -110,13 +113,15 @@ class Consumer {
 #pragma unroll 1
     for (;;) {
       // Whether the pending product begins its item, and ends it.
-      const bool begins = flags & Step::kStarts, ends = flags & Step::kLast;
+      bool begins = flags & Step::kStarts;
+      const bool ends = flags & Step::kLast;
       if (ends) {
         if (Traits::kQueryStages == 1) break;
         next = NextItem();
         // By a vote, since the compiler keeps in uniform registers what depends on it then.
         if (!__any_sync(~0u, next->is == Item::kTiles)) break;
       }
+      if constexpr (kSeparates) ComputeUsual(*item, begins, rows, tile);  // up to an unusual one
       const Stage values = keys_.Before();
       if (!keys_there) BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
       if (WaitsEarly() && !values_there) {
@@ -237,6 +242,15 @@ class Consumer {
   __device__ __forceinline__ void TakeSums(const Item& item, Rows<Traits>& rows, float (&tile)[2]);
   __device__ __forceinline__ void ComputeAgain(const Item& item, int step, Rows<Traits>& rows,
                                                float (&tile)[2]);
+  // Steps like most. At which tiles' maxima a warp looks meanwhile: none, as it trusts its
+  // references, the next one's, or all until its item ends.
+  enum Looks { kAtNone, kAtNext, kAtAll };
+  __device__ __forceinline__ bool IsUnusual(int flags) const;
+  __device__ __forceinline__ void ComputeUsual(const Item& item, bool& begins, Rows<Traits>& rows,
+                                               float (&tile)[2]);
+  __device__ __forceinline__ void ComputeUsualStep(const Item& item, Stage values, bool begins,
+                                                   Looks& looks, Rows<Traits>& rows,
+                                                   float (&tile)[2]);
 
   // With a softcap, before the exponentials: what turns this tile's scores into exponents is a
   // polynomial, of the lowest degree that serves `size`, the largest of this thread's; if none
