@@ -4,8 +4,8 @@
 
 Calls the attention launchers by the C interface, without jax. In each of nine rounds
 both libraries compute the same call for about 12 ms, and the order changes; a row is
-the median of the rounds' ratios, old time / new time. --bits compares what they compute
-first. Needs torch on a Hopper GPU.
+the median of the rounds' ratios, old time / new time. --bits then says in which results
+they differ. Needs torch on a Hopper GPU.
 A library of before attention's struct was split by pass needs --old-flat, and
 --old-without FIELD for each member that its struct lacks besides (base).
 """
@@ -178,8 +178,7 @@ def bits(
     results = ("o", "lse") if name == "forward" else ("dq", "dk", "dv")
     found = []
     for library in libraries:
-        # The scores' lse and delta are operands of backward: whoever reads results last
-        # leaves them as they were.
+        # lse, a result of forward, is an operand of backward.
         before = {result: kept[result].clone() for result in results}
         for result in results:
             kept[result].fill_(float("nan"))
@@ -187,7 +186,8 @@ def bits(
         found.append({result: kept[result].clone() for result in results})
         for result in results:
             kept[result].copy_(before[result])
-    return [r for r in results if not torch.equal(found[0][r], found[1][r])]
+    words = [{r: x[r].contiguous().view(torch.uint8) for r in results} for x in found]
+    return [r for r in results if not torch.equal(words[0][r], words[1][r])]
 
 
 def compare(old: Library, new: Library, name: str, members: Any) -> dict[str, float]:

@@ -16,6 +16,9 @@
 #include <utility>
 
 #define CUDART_VERSION 13000
+#ifndef STREAMS_EVENT_FLAGS  // those that the program under test should give
+#define STREAMS_EVENT_FLAGS (cudaEventBlockingSync | cudaEventDisableTiming)
+#endif
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -155,7 +158,7 @@ inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-  if (!(flags & cudaEventDisableTiming)) return streams::Said(cudaErrorInvalidValue);
+  if (flags != STREAMS_EVENT_FLAGS) return streams::Said(cudaErrorInvalidValue);
   *event = new streams::Event;
   std::lock_guard<std::mutex> guard(streams::lock);
   ++streams::alive;

@@ -1,6 +1,7 @@
 // A consumer of Hopper's forward kernel (kernel.cuh), a warpgroup: the order of products, softmax
-// and barriers. That of 8 bits is in consumer_narrow.cuh, what is done in place of maxima in
-// consumer_trust.cuh; who uses a consumer includes all three.
+// and barriers. That of 8 bits is in consumer_narrow.cuh, that of steps like most with dropout in
+// consumer_usual.cuh, what is done in place of maxima in consumer_trust.cuh; who uses a consumer
+// includes all four.
 #pragma once
 
 #include <cstdint>
@@ -242,8 +243,8 @@ class Consumer {
   __device__ __forceinline__ void TakeSums(const Item& item, Rows<Traits>& rows, float (&tile)[2]);
   __device__ __forceinline__ void ComputeAgain(const Item& item, int step, Rows<Traits>& rows,
                                                float (&tile)[2]);
-  // Steps like most. At which tiles' maxima a warp looks meanwhile: none, as it trusts its
-  // references, the next one's, or all until its item ends.
+  // Steps like most (consumer_usual.cuh). At which tiles' maxima a warp looks meanwhile: none, as
+  // it trusts its references, the next one's, or all until its item ends.
   enum Looks { kAtNone, kAtNext, kAtAll };
   __device__ __forceinline__ bool IsUnusual(int flags) const;
   __device__ __forceinline__ void ComputeUsual(const Item& item, bool& begins, Rows<Traits>& rows,

@@ -54,7 +54,8 @@
 // bfloat16 (Consumer::kTrusts) nobody looks for maxima after an item's first tile, since exponents
 // reach as far as float32's there: up to 2^64 no harm is done either. Sums tell whose scores grow.
 // Beyond 2^24 the row's warp looks for maxima until the item ends; beyond 2^64 that tile's
-// probabilities are computed once more (scores_again.cuh) before they meet V.
+// probabilities are computed once more (scores_again.cuh) before they meet V. With dropout, steps
+// where none of this is due, nor a mask, have a loop of their own (consumer_usual.cuh).
 //
 // Keys of a tile that are none of this sequence's (past kv_lens, in the next packed sequence, in an
 // unlisted tile) come along with the copy. Their scores are masked, and their rows of V are cleared
@@ -87,6 +88,7 @@
 #include "ops/attention/hopper/forward/consumer.cuh"
 #include "ops/attention/hopper/forward/consumer_narrow.cuh"
 #include "ops/attention/hopper/forward/consumer_trust.cuh"
+#include "ops/attention/hopper/forward/consumer_usual.cuh"
 #include "ops/attention/hopper/forward/loader.cuh"
 #include "ops/attention/hopper/forward/planner.cuh"
 #include "ops/attention/hopper/forward/row_loader.cuh"
