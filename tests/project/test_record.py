@@ -265,6 +265,22 @@ def test_a_killed_run_leaves_the_names_of_what_ran(
     assert "test_quick" not in left and "test_right" not in left
 
 
+@pytest.mark.parametrize("part", [(), ("-k", "right"), ("tests/blocks",)])
+def test_the_whole_suite_wants_what_its_tests_import(
+    suite: Path, part: tuple[str, ...]
+) -> None:
+    wanted = '["pytest>=8", "nobody-has-this[fast]==1.*", "nor-this; extra"]'
+    project = f"[project]\n[project.optional-dependencies]\ntest = {wanted}\n"
+    (suite / "pyproject.toml").write_text(project)
+    (suite / "tests/conftest.py").write_text(QUICK)
+    got = record(suite, *part)
+    if part:
+        assert got.name == "part-of-tests", got.said
+        return
+    assert (got.status, got.name) == (pytest.ExitCode.USAGE_ERROR, None), got.said
+    assert "missing here: pip install nobody-has-this nor-this\n" in got.said
+
+
 def test_without_the_option_nothing_is_recorded(suite: Path) -> None:
     got = run(suite, "tests/blocks/test_blocks.py::test_right")
     assert (got.status, got.name) == (0, None), got.said

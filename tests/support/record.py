@@ -8,16 +8,19 @@ what tests say they measured (`record_property("measured", [metric, value, unit]
 which commit and versions ran. A run that left tests out goes to
 part-of-tests-<date>.json and is not "whole". While it runs, <folder>/failed-so-far.txt
 has the tests that failed, and where and how, and <folder>/running.txt those that have
-begun and not ended: what is left of a run that is killed.
+begun and not ended: what is left of a run that is killed. The whole suite does not
+begin where a package is missing that its tests import (pyproject.toml's extra "test").
 """
 
 from __future__ import annotations
 
 import collections
+import importlib.metadata
 import re
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +41,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--record"):
+        if not hasattr(config, "workerinput"):
+            ask_for_packages(config)
         # With several processes, the one that hands out the tests has all the reports,
         # and the others, each of which collects the whole suite, know what is left out.
         part = Deselected if hasattr(config, "workerinput") else Recorder
         config.pluginmanager.register(part(config), "kvblock-recorder")
+
+
+def ask_for_packages(config: pytest.Config) -> None:
+    """Ends a run of the whole suite before it begins, if it could not be all there."""
+    part = config.getoption("keyword") or config.getoption("markexpr")
+    project = config.rootpath / "pyproject.toml"
+    if part or not asks_for_all(config) or not project.exists():
+        return
+    extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+    names = [re.split(r"[\[<>=!~; ]", wanted)[0] for wanted in extras.get("test", [])]
+    if missing := [name for name in names if not is_installed(name)]:
+        raise pytest.UsageError(
+            f"a record of the whole suite, but its tests import what is missing here: "
+            f"pip install {' '.join(missing)}"
+        )
+
+
+def is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 class Deselected:
