@@ -150,7 +150,10 @@ def draw(
 def draw_lists(
     heads: int, tiles: int, share: int, causal: bool
 ) -> dict[str, torch.Tensor]:
-    """One of so many tiles that each row of tiles sees; its own where it is causal."""
+    """Lists, both ways, of one in `share` of the tiles that a row sees, by chance.
+
+    Where it is causal, a row's own tile is among them.
+    """
     chances = torch.rand(heads, tiles, tiles)
     if causal:
         row, column = torch.meshgrid(*[torch.arange(tiles)] * 2, indexing="ij")

@@ -69,7 +69,7 @@ def test(file: str, names: str = "test") -> tuple[str, ...]:
 
 APPEND, KERNEL = "jax_kvblock/append", "cpp/ops/append/append_kernel.cuh"
 LAUNCH = test("test_attention_launch")
-TRANSPOSED = test("test_attention_mask_tiles", "test_lists_the_other_way and partial")
+TRANSPOSED = test("test_attention_tile_lists", "test_lists_the_other_way and partial")
 LENGTHS = test("test_attention", "test_lengths and float32 and T127")
 FEW_QUERIES = test("test_attention_few_queries", "test_every_option")
 WINDOWS = test("test_attention_masks", "test_windows and float32")
@@ -314,7 +314,7 @@ CPU = (
         "jax_kvblock/attention/tile_lists.py",
         "return 0 not in kept.shape and kept.shape[-1] <= MOST_COLUMNS",
         "return 0 not in kept.shape",
-        test("test_attention_mask_tiles", "test_gradients_over_lists_sort_nothing"),
+        test("test_attention_tile_lists", "test_gradients_over_lists_sort_nothing"),
     ),
     Mutant(
         "any dtype is served",
